@@ -37,7 +37,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from checkpointing import CheckpointError, Manifest, Receipt, StoreUnavailableError
-from elastic.coordinator.agents import START_S, NodeAgents
+from elastic.coordinator.agents import FIRST_START_S, NodeAgents
 from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
@@ -348,7 +348,7 @@ class Coordinator(CoordinatorApi):
             self._workers,
             self._arrivals,
             snapshots,
-            START_S,
+            FIRST_START_S,
             LOCKED_TIMES * freeze_timeout_s,
             freeze_timeout_s,
             lambda nodes: self._replacements.not_lost(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +85,7 @@ class RunLog:
         jump."""
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="records")
         config.paths.root.mkdir(parents=True, exist_ok=True)
-        self._event_log = EventLog(config.paths.events, by=secrets.token_hex(4))
+        self._event_log = EventLog(config.paths.events)
         self._step_log = EventLog(config.paths.steps)
 
     def begin(self, happened: Sequence[events.Event]) -> None:

@@ -196,7 +196,10 @@ class ProcessWatch:
                 if watched.heartbeat is None:
                     with contextlib.suppress(OSError):
                         watched.heartbeat = HeartbeatReader(pid, heartbeat_fd)
-                watched.stacks_fd, watched.recorder, watched.logs = stacks_fd, recorder, logs
+                # Who says less, as a coordinator that was started anew, takes nothing back.
+                watched.stacks_fd = watched.stacks_fd if stacks_fd is None else stacks_fd
+                watched.recorder = recorder or watched.recorder
+                watched.logs = logs or watched.logs
 
     def _open(self, worker: str, pid: int, born_ticks: int | None) -> _Process | None:
         """Begins to watch a process; None where it has ended."""

@@ -4,10 +4,6 @@
 holds one `StepRecord` a line, one for each committed step. Both are only appended to, also when a
 run is continued, and each line is one plain JSON object.
 
-A coordinator that was cut off may write on when another one has taken the run up. So each event
-says whom it is `by`, and once another writer has begun, those before it do not count
-(`read_events`).
-
 Contract of the files: a record is a line *with its newline*. What follows the last newline is a
 write cut short by a crash; readers ignore it and the next writer cuts it off.
 """
@@ -66,11 +62,9 @@ class EventLog:
 
     Args:
         path: the file; its directory is made when it is missing.
-        by: who writes, unique in the file, for each record to say; None: it does not.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, by: str | None = None) -> None:
-        self._by = {} if by is None else {"by": by}
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("ab", buffering=0)
@@ -81,7 +75,7 @@ class EventLog:
 
     def append(self, record: Event | StepRecord) -> None:
         """Write one record as one line. Raises OSError: that fails, and not for want of room."""
-        line = json.dumps(record.to_json() | self._by, ensure_ascii=False, allow_nan=False)
+        line = json.dumps(record.to_json(), ensure_ascii=False, allow_nan=False)
         self._pending += line.encode() + b"\n"
         try:
             self._write()
@@ -123,8 +117,7 @@ class EventLog:
 
 
 def read_events(path: str | os.PathLike[str], *, lenient: bool = False) -> list[Event]:
-    """The events of a file in the order they were written; none when there is no file yet. What a
-    writer wrote after another one had begun is left out; older versions do not say whose it is.
+    """All events of a file in the order they were written; none when there is no file yet.
 
     Args:
         path: the file.
@@ -133,16 +126,7 @@ def read_events(path: str | os.PathLike[str], *, lenient: bool = False) -> list[
     Raises:
         RecordError: a whole line is not a JSON object.
     """
-    found, replaced, writer = list[Event](), set[str](), ""
-    for _, data in _read_objects(Path(path), lenient=lenient):
-        by = str(data.get("by", ""))
-        if by in replaced:
-            continue
-        if by and by != writer:
-            replaced.update({writer} - {""})
-            writer = by
-        found.append(event_from_json(data))
-    return found
+    return [event_from_json(data) for _, data in _read_objects(Path(path), lenient=lenient)]
 
 
 def read_steps(

@@ -113,26 +113,6 @@ def test_whom_a_coordinator_did_not_hear_is_lost_when_others_go_on_without(
     assert known.workers.keys() == set("abcd") - is_lost
 
 
-def test_what_a_coordinator_that_was_replaced_still_writes_does_not_count(tmp_path: Path) -> None:
-    """Its machine was cut off from the storage, too, and comes back with the loss of all nodes. The
-    next but one would have ended every worker: a roster has stood since."""
-    anew = events.CoordinatorStarted(time=2.0, pid=1, anew=True)
-    paths = RunPaths(root=tmp_path)
-    with EventLog(paths.events) as older, EventLog(paths.events, by="first") as first:
-        older.append(started(0.0))
-        for event in (joined("a"), joined("b"), regrouped(1.0, 1, 0, "start"), lost("b")):
-            first.append(event)
-        with EventLog(paths.events, by="second") as second:
-            second.append(anew)
-            first.append(lost("a", NODE))
-            first.append(regrouped(2.5, 2, 0, "repeat"))
-            second.append(regrouped(3.0, 2, 4, "boundary"))
-            older.append(joined("c"))
-    known = replay_of(paths, 0)
-    assert known.lost == {"b"} and not known.unheard and known.began == 4
-    assert known.workers.keys() == {"a", "c"}, "lines that do not say whose they are count"
-
-
 def test_what_became_of_suspect_machines_in_this_start(tmp_path: Path) -> None:
     def told(outcome: events.ReplacementOutcome) -> events.NodeReplacement:
         return events.NodeReplacement(
