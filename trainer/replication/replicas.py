@@ -190,10 +190,17 @@ class CrossGroup:
             raise self._lose(GroupError(LEFT))
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """On CUDA, a stream for what must not hold up the current one, beginning after what is
-        queued there now."""
-        self.stream.wait_stream(self._streams.current_stream())
+        """On CUDA, a stream for what must not hold up the current one. It comes after the marks
+        that it waits for, and after nothing else."""
         return self._streams.stream(self.stream)
+
+    def mark(self) -> Any:
+        """On CUDA, the end of what is queued on the current stream now."""
+        return self._streams.current_stream().record_event()
+
+    def wait_for(self, mark: Any) -> None:
+        """What is queued in `stream` from now on comes after all that was there at the mark."""
+        self.stream.wait_event(mark)
 
     def join_stream(self) -> None:
         """What is queued on the current stream from now on comes after all that is in `stream`."""
