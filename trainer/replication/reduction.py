@@ -94,7 +94,7 @@ class Reduction:
         Called within backward, so it never raises for a lost group and never waits: `finish` does.
         """
         self._marks.append((stop, self._cross.mark()))
-        with suppress(CrossGroupLost), self._cross.on_stream():
+        with suppress(CrossGroupLost), self._cross.in_backward(), self._cross.on_stream():
             self._begin(stop)
             self._advance()
 

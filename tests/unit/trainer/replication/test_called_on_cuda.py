@@ -4,6 +4,7 @@ is told that it is there, and its collectives are stand-ins, or Gloo's."""
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -237,6 +238,44 @@ def test_backward_asks_no_collective_for_its_end_after_a_call() -> None:
     assert len(begun) == 1
 
 
+@pytest.mark.parametrize("how", ["called away", "failed"])
+def test_a_loss_in_backward_is_left_after_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The abort begins at once, and backward does not wait for it: it may wait for what the replica
+    has not begun yet."""
+    called, told = list[str](), list[str]()
+    cross = posing_group(called)
+    cross._on_lost = told.append
+    cross.size, cross.rank, cross.total_lanes = 2, 0, 2
+    cross.lanes, cross.blocks = [(0,), (1,)], [((0, 1),), ((1, 2),)]
+    begun, may_end = threading.Event(), threading.Event()
+    ended = list[bool]()
+
+    class Group:
+        def alltoall_base(self, *_: Any) -> Work:
+            return Broken(ended=True)
+
+        def abort(self) -> None:
+            begun.set()
+            ended.append(may_end.wait(5))
+
+    group = Group()
+    monkeypatch.setattr(groups, "_cross_groups", [group])
+    cross._groups = [group]
+    if how == "called away":
+        called.append("fault")
+        groups.abort_groups(replica=False)  # as the watch thread has it
+    into = torch.zeros(8).as_subclass(OnCuda)
+    reduction = Reduction(cross, {(0, 1): torch.ones(8)}, into, [4, 8], exact=True)
+    reduction.start(4)
+    reduction.start(8)
+    assert begun.wait(5) and ended == []
+    assert told == ([] if called else ["remote process exited"])
+    may_end.set()
+    with pytest.raises(CrossGroupLost):
+        reduction.finish()
+    assert ended == [True] and groups._cross_groups == [] and not cross.writes_on()
+
+
 class Queue:
     """The part of a cross group that a plain reduction needs; its collectives end when told."""
 
@@ -260,6 +299,8 @@ class Queue:
     def on_stream(self) -> Any:
         """See CrossGroup."""
         return contextlib.nullcontext()
+
+    in_backward = on_stream
 
     def mark(self) -> None:
         """See CrossGroup."""
