@@ -70,8 +70,10 @@ _cross_groups: list[Any] = []
 
 
 def torch_device(device: Device) -> torch.device:
-    """This worker's device. Ray shows each worker only its own GPU, so that is always index 0."""
+    """This worker's device. Ray shows each worker only its own GPU, so that is always index 0.
+    Asked for before anything else touches CUDA, which reads its environment once."""
     if device == "cuda":
+        nccl_settings.settle(os.environ)
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
     return torch.device("cpu")
@@ -104,7 +106,6 @@ def make_replica_group(
     _connections, _batches_before = Connections(), batches_begun()
     _aborted.clear()
     if device == "cuda":
-        nccl_settings.settle(os.environ)
         options["device_id"] = torch_device(device)
     # c10d numbers groups, and the number is part of their keys in the store. One that was left
     # while it was made has used up the first number here, but not at a peer that is new.

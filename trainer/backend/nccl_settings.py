@@ -1,4 +1,5 @@
-"""What c10d and NCCL must do, and must not do, where a collective on NCCL fails.
+"""What c10d, NCCL and CUDA must do, and must not do, so that a run outlives a collective on NCCL
+that fails, and none waits for ever.
 
 Clusters export `TORCH_NCCL_*` for jobs that end with the first fault. With those this one would,
 too, so they are set over whatever the cluster says. Nothing else is touched here.
@@ -31,16 +32,23 @@ NEEDED = {
 }
 """Name -> the value that survival needs."""
 
-AT_LEAST = {"TORCH_FR_BUFFER_SIZE": 2000}
-"""Name -> the least number: of collectives that the flight recorder remembers, for our own
-dumps."""
+AT_LEAST = {
+    # Of collectives that the flight recorder remembers, for our own dumps.
+    "TORCH_FR_BUFFER_SIZE": 2000,
+    # Hardware queues, 32 at most. A stream that shares one waits there for what others have put
+    # before it. Ranks launch a bucket's sum at different places among the collectives of their
+    # replica, so each could wait for another in a circle, with nobody lost. CUDA takes 8 for the
+    # dozen streams of a worker; clusters export 1 for frameworks that rely on one order.
+    "CUDA_DEVICE_MAX_CONNECTIONS": 32,
+}
+"""Name -> the least number."""
 
 _told: set[str] = set()
 
 
 def settle(environment: MutableMapping[str, str]) -> None:
     """Sets what must be so in `environment`, with one warning in a process for each value that
-    somebody had set otherwise. Called before the first group on NCCL is made."""
+    somebody had set otherwise. Called before CUDA starts."""
     for name, value in NEEDED.items():
         _set(environment, name, value, fits=environment.get(name) in (None, value))
     for name, least in AT_LEAST.items():
@@ -52,8 +60,8 @@ def _set(environment: MutableMapping[str, str], name: str, value: str, *, fits: 
     if not fits and name not in _told:
         _told.add(name)
         log.warning(
-            "%s=%s is set to %s: with it a run does not outlive a failed collective, or loses its "
-            "traces; unset it to be rid of this warning",
+            "%s=%s is set to %s: with it a run does not outlive a failed collective, may stand "
+            "still, or loses its traces; unset it to be rid of this warning",
             name,
             environment[name],
             value,

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -75,6 +76,8 @@ class Reduction:
         self._ends = ends
         self._buckets = list(pairwise(plan_bounds(ends, cross.size)))
         self._begun = 0
+        self._marks: deque[tuple[int, Any]] = deque()
+        """How many numbers were there, of all of `mine`, at which mark. Rising."""
         self._arriving: deque[tuple[Flight, slice, torch.Tensor]] = deque()
         self._last: list[tuple[list[Flight], slice]] = []
         self._ended = 0
@@ -90,7 +93,8 @@ class Reduction:
 
         Called within backward, so it never raises for a lost group and never waits: `finish` does.
         """
-        with suppress(CrossGroupLost), self._cross.on_stream():
+        self._marks.append((stop, self._cross.mark()))
+        with suppress(CrossGroupLost), self._cross.in_backward(), self._cross.on_stream():
             self._begin(stop)
             self._advance()
 
@@ -101,6 +105,7 @@ class Reduction:
             CrossGroupLost: another replica is gone. What is in `into` is of no use.
         """
         self._cross.check()  # what `start` passed over in silence
+        self._marks.append((self._ends[-1], self._cross.mark()))
         with self._cross.on_stream():
             self._begin(self._ends[-1])
             self._advance()
@@ -143,6 +148,7 @@ class Reduction:
             and not self._is_full()
         ):
             bucket = slice(*self._buckets[self._begun])
+            self._come_after(self._ends[self._begun])
             self._begun += 1
             if bucket.start == bucket.stop:
                 continue
@@ -151,6 +157,12 @@ class Reduction:
                 self._advance()  # on CUDA at once: the order may not depend on who calls `start`
             else:
                 self._add_up(bucket)
+
+    def _come_after(self, end: int) -> None:
+        """What follows on the stream comes after the first `end` numbers."""
+        while self._marks[0][0] < end:
+            self._cross.wait_for(self._marks.popleft()[1])
+        self._cross.wait_for(self._marks[0][1])
 
     def _is_full(self) -> bool:
         """Whether enough is under way: of what needs memory, or of what is queued on a device."""

@@ -16,8 +16,8 @@ away. Decision: docs/decisions/025.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from operator import methodcaller
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from trainer.backend.groups import Device, abandon, make_cross_groups
+from trainer.backend.groups import Device, abandon, abort_groups, make_cross_groups
 from trainer.backend.origin import lasting_device_error
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
@@ -93,7 +93,7 @@ class CrossGroup:
         """Memory of buckets, kept from step to step."""
         self._lost: str | None = None
         self._ended = True
-        self._device_failed = False
+        self._in_backward = self._device_failed = False
         self._timeout_s = rendezvous.timeout_s
         self._streams = torch.get_device_module(self._device)
         self.stream = _stream_of(self._device)
@@ -178,9 +178,21 @@ class CrossGroup:
             for root, piece in enumerate(pieces)
         ]
 
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Within, the end of a group that is lost is asked for, but not waited for: the replica
+        goes on, and what it begins the end may wait for. The next `check` leaves the group."""
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+
     def check(self) -> None:
         """Raises CrossGroupLost where a collective has failed already."""
         if self._lost is not None:
+            if not self._in_backward:
+                self.close()
             raise CrossGroupLost(self._lost)
 
     def listen(self) -> None:
@@ -190,10 +202,17 @@ class CrossGroup:
             raise self._lose(GroupError(LEFT))
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """On CUDA, a stream for what must not hold up the current one, beginning after what is
-        queued there now."""
-        self.stream.wait_stream(self._streams.current_stream())
+        """On CUDA, a stream for what must not hold up the current one. It comes after the marks
+        that it waits for, and after nothing else."""
         return self._streams.stream(self.stream)
+
+    def mark(self) -> Any:
+        """On CUDA, the end of what is queued on the current stream now."""
+        return self._streams.current_stream().record_event()
+
+    def wait_for(self, mark: Any) -> None:
+        """What is queued in `stream` from now on comes after all that was there at the mark."""
+        self.stream.wait_event(mark)
 
     def join_stream(self) -> None:
         """What is queued on the current stream from now on comes after all that is in `stream`."""
@@ -269,5 +288,8 @@ class CrossGroup:
         self._lost = str(error)
         if not self._leave_now():
             self._on_lost(self._lost)
-        self.close()
+        if self._in_backward:
+            abort_groups(replica=False)
+        else:
+            self.close()
         return CrossGroupLost(self._lost)

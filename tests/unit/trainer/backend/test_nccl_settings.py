@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from trainer.backend import nccl_settings
+from trainer.backend import groups, nccl_settings
 from trainer.backend.nccl_settings import AT_LEAST, NEEDED, settle
 
 
@@ -40,9 +42,32 @@ def test_what_the_cluster_exports_is_overruled_and_said_once(
 
 
 @pytest.mark.parametrize(
-    ("there", "kept"), [("20000", True), ("2000", True), ("0", False), ("many", False)]
+    ("name", "there", "kept"),
+    [
+        ("TORCH_FR_BUFFER_SIZE", "20000", True),
+        ("TORCH_FR_BUFFER_SIZE", "2000", True),
+        ("TORCH_FR_BUFFER_SIZE", "0", False),
+        ("TORCH_FR_BUFFER_SIZE", "many", False),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32", True),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", False),
+    ],
 )
-def test_the_flight_recorder_may_remember_more(there: str, kept: bool) -> None:
-    environment = {"TORCH_FR_BUFFER_SIZE": there}
+def test_more_may_be_asked_for_and_less_is_overruled(
+    name: str, there: str, kept: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    environment = {name: there}
     settle(environment)
-    assert environment["TORCH_FR_BUFFER_SIZE"] == (there if kept else "2000")
+    assert environment[name] == (there if kept else str(AT_LEAST[name]))
+    assert len(caplog.records) == (not kept)
+
+
+def test_it_is_there_when_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reads its environment once, when the worker asks what its GPU is called."""
+    at_start: dict[str, str] = {}
+    for name in (*NEEDED, *AT_LEAST):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: at_start.update(os.environ))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert groups.device_name("cuda") == "a GPU"
+    assert {name: at_start[name] for name in NEEDED} == NEEDED
+    assert at_start["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"

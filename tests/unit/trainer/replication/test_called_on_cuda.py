@@ -4,6 +4,7 @@ is told that it is there, and its collectives are stand-ins, or Gloo's."""
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -237,6 +238,44 @@ def test_backward_asks_no_collective_for_its_end_after_a_call() -> None:
     assert len(begun) == 1
 
 
+@pytest.mark.parametrize("how", ["called away", "failed"])
+def test_a_loss_in_backward_is_left_after_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The abort begins at once, and backward does not wait for it: it may wait for what the replica
+    has not begun yet."""
+    called, told = list[str](), list[str]()
+    cross = posing_group(called)
+    cross._on_lost = told.append
+    cross.size, cross.rank, cross.total_lanes = 2, 0, 2
+    cross.lanes, cross.blocks = [(0,), (1,)], [((0, 1),), ((1, 2),)]
+    begun, may_end = threading.Event(), threading.Event()
+    ended = list[bool]()
+
+    class Group:
+        def alltoall_base(self, *_: Any) -> Work:
+            return Broken(ended=True)
+
+        def abort(self) -> None:
+            begun.set()
+            ended.append(may_end.wait(5))
+
+    group = Group()
+    monkeypatch.setattr(groups, "_cross_groups", [group])
+    cross._groups = [group]
+    if how == "called away":
+        called.append("fault")
+        groups.abort_groups(replica=False)  # as the watch thread has it
+    into = torch.zeros(8).as_subclass(OnCuda)
+    reduction = Reduction(cross, {(0, 1): torch.ones(8)}, into, [4, 8], exact=True)
+    reduction.start(4)
+    reduction.start(8)
+    assert begun.wait(5) and ended == []
+    assert told == ([] if called else ["remote process exited"])
+    may_end.set()
+    with pytest.raises(CrossGroupLost):
+        reduction.finish()
+    assert ended == [True] and groups._cross_groups == [] and not cross.writes_on()
+
+
 class Queue:
     """The part of a cross group that a plain reduction needs; its collectives end when told."""
 
@@ -260,6 +299,14 @@ class Queue:
     def on_stream(self) -> Any:
         """See CrossGroup."""
         return contextlib.nullcontext()
+
+    in_backward = on_stream
+
+    def mark(self) -> None:
+        """See CrossGroup."""
+
+    def wait_for(self, mark: None) -> None:
+        """See CrossGroup."""
 
     def join_stream(self) -> None:
         """See CrossGroup."""
@@ -295,6 +342,65 @@ def test_no_more_is_queued_behind_a_bucket_than_fits() -> None:
     reduction.finish()
     assert len(cross.begun) == buckets and all(work.ended for work in cross.begun)
     assert cross.most == _QUEUED
+
+
+class Stream:
+    """A queue of the device: how much is in it, and how much of another one it comes after."""
+
+    def __init__(self) -> None:
+        self.queued = self.after = 0
+
+    def record_event(self) -> int:
+        """See torch."""
+        return self.queued
+
+    def wait_event(self, mark: int) -> None:
+        """See torch."""
+        self.after = max(self.after, mark)
+
+    def wait_stream(self, other: Stream) -> None:
+        """See torch."""
+        self.wait_event(other.record_event())
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_bucket_that_was_held_back_waits_for_its_own_gradients_alone(exact: bool) -> None:
+    """Not for what backward has queued since, though it is begun later, or after backward."""
+    cross, backward, beside = posing_group([]), Stream(), Stream()
+    cross.size, cross.rank, cross.total_lanes = 2, 0, 2
+    cross.lanes, cross.blocks = [(0,), (1,)], [((0, 1),), ((1, 2),)]
+    cross._streams = SimpleNamespace(
+        current_stream=lambda: backward, stream=lambda stream: contextlib.nullcontext()
+    )
+    cross.stream = beside
+    in_backward, begun_after = True, list[int]()
+
+    class Running(Work):
+        def is_completed(self) -> bool:
+            return not in_backward
+
+    class Group:
+        def begin(self, *_: Any) -> Work:
+            begun_after.append(beside.after)
+            return Running(ended=False)
+
+        allreduce = alltoall_base = begin
+
+        def _allgather_base(self, *_: Any) -> Work:
+            return Running(ended=False)
+
+    cross._groups = [Group()]
+    groups, of_two = 2 * _QUEUED, 8
+    into = torch.zeros(groups * of_two).as_subclass(OnCuda)
+    ends = [of_two // 2 * (bucket + 1) for bucket in range(2 * groups)]
+    reduction = Reduction(cross, {(0, 1): into}, into, ends, exact=exact)
+    for group in range(groups - 1):
+        backward.queued = of_two * (group + 1)
+        reduction.start(backward.queued)
+    assert len(begun_after) < len(ends) - 2
+    backward.queued, in_backward = len(into), False
+    reduction.finish()
+    assert begun_after == [of_two * (bucket // 2 + 1) for bucket in range(2 * groups)]
 
 
 class Waits(OnCuda):
