@@ -220,6 +220,7 @@ def test_a_supervisor_that_fails_has_the_end_written_down(cluster: None, tmp_pat
     assert "not/absolute" in ending.error
     assert ray.get(coordinator.send(Told.all_ends)) == [("failed", ending.error)]
     end_actors(paths.key)
+    ray.kill(coordinator.handle)  # the plan has its handle, too
 
 
 def test_a_coordinator_that_is_stuck_as_it_writes_down_the_end_is_started_anew(
@@ -238,6 +239,7 @@ def test_a_coordinator_that_is_stuck_as_it_writes_down_the_end_is_started_anew(
     ending = asyncio.run(run.ending(60.0))
     assert ending is not None and ending.error is not None and left.wait(20.0)
     assert ray.get(coordinator.send(Told.all_ends)) == [("failed", ending.error)]
+    ray.kill(coordinator.handle)  # the plan has its handle, too
 
 
 def test_a_run_that_is_interrupted_does_not_wait_for_its_coordinator(
