@@ -56,7 +56,7 @@ from elastic.coordinator.replacements import Replacements
 from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.retreat import Retreat
-from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.run_log import RunLog, await_closed
 from elastic.coordinator.save_wish import SaveWish, is_cut_off
 from elastic.coordinator.slow_watch import SlowWatch
 from elastic.coordinator.snapshots import Snapshots, start_holder
@@ -670,7 +670,7 @@ class Coordinator(CoordinatorApi):
 
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
         await self._pulses.finish()
-        await asyncio.wrap_future(self._records.end(outcome, error))
+        await await_closed(self._records.end(outcome, error))
 
 
 def _find_records(config: CoordinatorConfig) -> list[events.Event]:
