@@ -140,8 +140,11 @@ class Coordinator(CoordinatorApi):
         if isinstance(config, Kept):
             config = config.value
         if is_actor():
-            # Now, as Ray's head is there. Who starts one later must not wait for it.
-            export_actors(NodeAgent, SnapshotHolder, Uploader)
+            try:
+                # Now, as Ray's head is there. Who starts one later must not wait for it.
+                export_actors(NodeAgent, SnapshotHolder, Uploader)
+            except Exception as error:  # it would be this actor's end: Ray retries no creation
+                log.warning("helpers are exported as they are started: %s", error)
         anew = started_anew()
         of_all_starts = (
             _once_answered(partial(_find_records, config))
