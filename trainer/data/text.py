@@ -185,8 +185,8 @@ def _compression_of(path: Path) -> str | None:
 
 def _open(path: Path) -> BinaryIO:
     """A file's bytes, decompressed where its name says that it is compressed."""
-    stream = pa.input_stream(str(path), compression=_compression_of(path))
-    return io.BufferedReader(stream, 2**20)
+    raw, codec = path.open("rb"), _compression_of(path)
+    return raw if codec is None else io.BufferedReader(pa.CompressedInputStream(raw, codec), 2**20)
 
 
 def _read(file: SourceFile, field: str) -> Iterator[Document]:

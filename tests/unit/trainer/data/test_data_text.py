@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -50,6 +51,14 @@ def test_compressed_files(tmp_path: Path, suffix: str, codec: str) -> None:
     config = config_for(tmp_path)
     check_text(find_files(config))
     assert texts_of(config) == ["one", "one", "caf\u00e9\n"]
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    for name, content in ((b"a\xff.txt", b"one"), (b"b\xff.txt.gz", gzip.compress(b"two"))):
+        Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name))).write_bytes(content)
+    config = config_for(tmp_path)
+    check_text(find_files(config))
+    assert texts_of(config) == ["one", "two"]
 
 
 @pytest.mark.parametrize("content", [gzip.compress(bytes(range(200)))[:-30], b"not compressed"])
