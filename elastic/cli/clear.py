@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
 
 
 def clear_run(options: argparse.Namespace) -> int:
-    """`clear`. Returns 1 where a node that lives did not answer."""
+    """`clear`. Returns 1 where a node that lives did not answer, or may not delete them."""
     paths = RunPaths(root=Path(options.run).expanduser().absolute())
     if not paths.events.exists():
         fact = f"{paths.root} is no run's directory: it has no events.jsonl"
@@ -33,16 +33,24 @@ def clear_run(options: argparse.Namespace) -> int:
     join(options.address)
     from elastic.driver.running import find_run
     from elastic.node.snapshot_survey import clear_snapshots
-    from elastic.ray_compat.cluster import live_nodes
+    from elastic.ray_compat.cluster import live_nodes, named_actors
 
-    if find_run(paths, looks_only=True) is not None:
+    # A coordinator and workers go on for a while without the supervisor.
+    if find_run(paths, looks_only=True) is not None or named_actors(f"{paths.key}/"):
         fact = f"the run in {paths.root} is going on, and may need them"
         raise ConfigError("RUN", options.run, fact, "Use `elastic stop` first, or wait")
     with hold_run(paths):
         nodes = live_nodes()
         cleared = clear_snapshots(paths)
-    print(f"the run in {paths.root} has no snapshots on {len(cleared)} of {len(nodes)} nodes")
-    silent = [node for node in nodes if node not in cleared]
-    for node in silent:
-        print(f"elastic: node {node[:6]} has not answered, and may hold some", file=sys.stderr)
-    return 1 if silent else 0
+    deleted, none = (list(cleared.values()).count(what) for what in ("deleted", "none"))
+    print(
+        f"deleted the snapshots of the run in {paths.root} on {deleted} of {len(nodes)} nodes; "
+        f"{none} had none"
+    )
+    if none == len(nodes):
+        print("Where some must be there, name the directory as the run's machines see it.")
+    held = {node: cleared.get(node) for node in nodes if cleared.get(node) in (None, "left")}
+    for node, what in held.items():
+        fact = "has not answered, and may hold some" if what is None else "could not delete them"
+        print(f"elastic: node {node[:6]} {fact}", file=sys.stderr)
+    return 1 if held else 0

@@ -124,7 +124,8 @@ def _not_going_on(named: str, paths: RunPaths) -> ConfigError:
         return ConfigError("RUN", named, fact, "Name a run's directory")
     last = last_event(paths.events)
     if isinstance(last, RunEnded):
-        fact = f"no run is going on in {paths.root}: it {last.outcome} after {last.step} steps"
+        how = f"was {last.outcome}" if last.outcome in ("stopped", "interrupted") else last.outcome
+        fact = f"no run is going on in {paths.root}: it {how} after {last.step} steps"
         return ConfigError("RUN", named, fact, f"Look at {paths.root / 'report.txt'}")
     fact = f"the records of {paths.root} have no end, and the run is not on this cluster"
     fix = "Give --address, and the directory as the run's machines see it; where its cluster is "

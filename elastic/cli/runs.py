@@ -31,19 +31,21 @@ _FOLDER = "checkpoints"
 
 def open_run(name: str) -> Store:
     """The checkpoints of a run. `name`: its directory, whose records may say that they go to a
-    store elsewhere; its checkpoint directory; or a URL. Below the URL of a store that is no
-    directory a run has nothing else.
+    store elsewhere, which is looked into first; its checkpoint directory; or a URL. Below the URL
+    of a store that is no directory a run has nothing else.
 
     Raises:
         StoreError: there are none, or the store cannot be opened.
     """
     elsewhere = _recorded_store(name)
     local = [_below(name), name] if is_local(name) else [name]
-    places = local if elsewhere is None else [elsewhere]
+    places = local if elsewhere is None else [elsewhere, *local]
     for place in places:
         if _hasty(place).list(Keys().commits):
             return open_store(place)
     nor = f", nor in {places[0]}" if places[0] != name else ""
+    if elsewhere is not None:
+        nor += ", where they go by its records"
     raise StoreError(name, f"there are no checkpoints in it{nor}; name a run's directory or URL")
 
 

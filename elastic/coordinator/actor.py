@@ -56,7 +56,7 @@ from elastic.coordinator.replacements import Replacements
 from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.retreat import Retreat
-from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.run_log import RunLog, await_closed
 from elastic.coordinator.save_wish import SaveWish, is_cut_off
 from elastic.coordinator.slow_watch import SlowWatch
 from elastic.coordinator.snapshots import Snapshots, start_holder
@@ -140,8 +140,11 @@ class Coordinator(CoordinatorApi):
         if isinstance(config, Kept):
             config = config.value
         if is_actor():
-            # Now, as Ray's head is there. Who starts one later must not wait for it.
-            export_actors(NodeAgent, SnapshotHolder, Uploader)
+            try:
+                # Now, as Ray's head is there. Who starts one later must not wait for it.
+                export_actors(NodeAgent, SnapshotHolder, Uploader)
+            except Exception as error:  # it would be this actor's end: Ray retries no creation
+                log.warning("helpers are exported as they are started: %s", error)
         anew = started_anew()
         of_all_starts = (
             _once_answered(partial(_find_records, config))
@@ -670,7 +673,7 @@ class Coordinator(CoordinatorApi):
 
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
         await self._pulses.finish()
-        await asyncio.wrap_future(self._records.end(outcome, error))
+        await await_closed(self._records.end(outcome, error))
 
 
 def _find_records(config: CoordinatorConfig) -> list[events.Event]:

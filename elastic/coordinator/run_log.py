@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import time
@@ -20,6 +21,8 @@ from elastic.protocol import events
 from elastic.protocol.messages import Stop
 from elastic.reporting.event_log import EventLog
 from trainer.loop.samples import LedgerError
+
+log = logging.getLogger(__name__)
 
 
 def decide_equal(
@@ -44,6 +47,28 @@ _MOST_TOLD = 1000
 
 _HELD_BACK_S = 1.0
 """An answer that waits so long for the storage is late for whoever is to follow it."""
+
+CLOSE_S = 60.0
+"""How long the storage may take to close the records. Till then the run holds its machines."""
+
+
+async def await_closed(closing: Future[None]) -> None:
+    """Waits until the records are closed (see `RunLog.end`), for `CLOSE_S` at most: what is written
+    is in the operating system's hands, and outlives this process.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    closed = asyncio.wrap_future(closing)
+    await asyncio.wait((closed,), timeout=CLOSE_S)
+    if closed.done():
+        closed.result()
+    else:
+        log.error(
+            "the storage of the run's records has not answered for %.0f s: the run ends without "
+            "it, and its last records are lost if this machine is, too",
+            CLOSE_S,
+        )
 
 
 class RunLog:

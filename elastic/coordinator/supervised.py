@@ -8,7 +8,7 @@ import time
 
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
-from elastic.coordinator.run_log import RunLog
+from elastic.coordinator.run_log import RunLog, await_closed
 from elastic.ray_compat.cluster import end_own_actor
 from elastic.ray_compat.groups import end_all
 from health.lease import AwakeClock
@@ -57,7 +57,7 @@ class Supervised:
         log.error("the run is ended: %s", reason)
         await self._dispatcher.stop(reason)
         try:
-            await asyncio.wrap_future(self._records.end("failed", reason))
+            await await_closed(self._records.end("failed", reason))
         except OSError:
             log.exception("the end of the run is in no record")
         while True:  # nobody else would

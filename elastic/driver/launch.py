@@ -172,7 +172,8 @@ class Launch:
 
     def _find_end(self, paths: RunPaths) -> Mapping[str, Any] | None:
         """The facts of the task of a run that has done all its steps; None where there is something
-        to do. Needs neither a cluster nor the data, which are not compared.
+        to do. Needs no cluster, and of text not the data, which are not compared; a task that is
+        not of this package is prepared.
 
         Raises:
             ConfigError: it had other settings, or another model.
@@ -188,9 +189,10 @@ class Launch:
         task = self.train.task
         if isinstance(task, CausalLM):
             task = PreparedCausalLM.without_text(self.train, info.get("vocab_size", 0))
-        if isinstance(task, PreparedCausalLM | CustomTask):  # another needs its data to be built
-            model = build_model(task, self.train)[0]
-            self._find_origin(*saved, state_table(model, self.train.optimizer))
+        elif not isinstance(task, PreparedCausalLM | CustomTask):  # its model may come of its data
+            task = prepare_task(self.train, default_cache_dir(local_path(self.run_config)))
+        model = build_model(task, self.train)[0]
+        self._find_origin(*saved, state_table(model, self.train.optimizer))
         return info
 
     def _prepare(self, paths: RunPaths) -> _Ready:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Literal
 
 from checkpointing import (
     CheckpointError,
@@ -60,15 +61,23 @@ def end_is_stored(paths: RunPaths, identity: RunIdentity) -> bool:
     return stored is not None and stored.step >= ended.step
 
 
-def clear_snapshots(paths: RunPaths) -> frozenset[str]:
-    """Deletes all snapshots of the run on all live nodes. Needs a Ray cluster. Returns the nodes
-    that have answered."""
-    return frozenset(on_every_node(_clear, str(paths.memory), timeout_s=SURVEY_TIMEOUT_S))
+Cleared = Literal["none", "deleted", "left"]
+"""What a node had of a run's snapshots and has no more; `left`: some could not be deleted."""
+
+
+def clear_snapshots(paths: RunPaths) -> dict[str, Cleared]:
+    """Deletes all snapshots of the run on all live nodes. Needs a Ray cluster. Returns what became
+    of them on the nodes that have answered."""
+    return on_every_node(_clear, str(paths.memory), timeout_s=SURVEY_TIMEOUT_S)
 
 
 def _take_stock(folder: str, live: frozenset[str], node: str) -> Stock:
     return take_stock(Path(folder), live, node)
 
 
-def _clear(folder: str, node: str) -> None:
-    clear_memory(Path(folder))
+def _clear(folder: str, node: str) -> Cleared:
+    there = Path(folder)
+    if not there.exists():
+        return "none"
+    clear_memory(there)
+    return "left" if there.exists() else "deleted"

@@ -78,6 +78,7 @@ class Watched:
             case events.RunStarted():
                 again = self.started is not None
                 self.started, self.ended = event, None
+                self.unsaved.clear()  # it may have been started again for that
             case events.RunEnded():
                 self.ended = event
             case events.CoordinatorStarted():

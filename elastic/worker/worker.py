@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import platform
 import sys
 import time
 import traceback
@@ -46,6 +45,7 @@ from elastic.protocol.roster import cross_prefix, most_replicas, replica_prefix
 from elastic.providers.sigterm import on_sigterm
 from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
+from elastic.worker.run_sight import RunSight
 from elastic.worker.side_build import SideBuild
 from health.answers import offer_answers
 from health.heartbeat import NO_STEP, Heartbeat
@@ -68,7 +68,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.warmth import warm_device
 from trainer.dryrun.machines import COMMUNICATOR_BYTES
 from trainer.engine.engine import Engine
-from trainer.errors import CompileError, ConfigError, GroupError, NonFiniteError
+from trainer.errors import CompileError, GroupError, NonFiniteError
 from trainer.loop.compile_ahead import compile_ahead, rehearse
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.profiling import StepProfiler
@@ -125,9 +125,7 @@ class Worker:
             logs=output_files(),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
-        self.sees_run = job.paths.identity.exists()
-        """Whether the run's directory is there on this machine. Asked once: a network file system
-        may take its time, and may show a file as it was before."""
+        self.run_sight = RunSight(job.paths)
         self.network = self.settle_on_gpu() if job.scaling.device == "cuda" else None
         # After the network: of what is set here, it would warn as of the cluster's.
         determinism.settle(job.train.determinism, job.scaling.device, os.environ)
@@ -302,15 +300,9 @@ class Worker:
         """This worker's engine in a new replica, as the heir of `former` if there is one.
 
         Raises:
-            ConfigError: this machine does not see the run's directory.
+            ConfigError: see `RunSight.check`.
         """
-        if not self.sees_run:
-            raise ConfigError(
-                "run_config.storage_path",
-                str(self.job.paths.root.parent),
-                f"{self.job.paths.identity} is not there on machine {platform.node()}",
-                "Mount it at this path on all machines, or use a path that all of them see",
-            )
+        self.run_sight.check()
         train, device = self.job.train, self.job.scaling.device
         mesh = make_replica_group(
             self.rendezvous_at(answer),

@@ -182,12 +182,19 @@ def test_the_snapshots_of_a_run_that_is_over_are_cleared_by_hand(
     assert main(command) == 2
     assert "is going on, and may need them" in capsys.readouterr().err
     end_actors(paths.key)
+    start_actor(GoingOn, max_concurrency=10, name=f"{paths.key}/1/coordinator")(None)
+    assert main(command) == 2
+    assert "is going on, and may need them" in capsys.readouterr().err
+    end_actors(paths.key)
+    wait_until(lambda: not named_actors(paths.key), 20)
     with hold_run(paths):
         assert main(command) == 2
     assert paths.memory.exists() and "is locked" in capsys.readouterr().err
     assert main(command) == 0
     assert not paths.memory.exists()
-    assert "has no snapshots on 1 of 1 nodes" in capsys.readouterr().out
+    assert "on 1 of 1 nodes; 0 had none" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "as the run's machines see it" in capsys.readouterr().out
 
 
 def test_who_attaches_to_a_run_has_its_lanes(cluster: None, tmp_path: Path) -> None:

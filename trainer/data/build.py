@@ -72,15 +72,14 @@ class Recipe:
 
     def _documents(self, doing: str, tell: Listener) -> Iterator[Document]:
         sizes = {str(f.path): size for f, size in zip(self.files, self.sizes, strict=True)}
-        total, before, read, current = sum(self.sizes), 0, 0, ""
+        total, before, current = sum(self.sizes), 0, ""
         tell(doing, 0, total)
         for document in read_documents(self.files, self.field):
             path = document.source.rpartition(":")[0]
             if path != current:
-                before, read = before + sizes.get(current, 0), 0
+                before += sizes.get(current, 0)
                 current = path
-            read += len(document.text)
-            tell(doing, before + min(read, sizes[path]), total)
+            tell(doing, before + int(document.share * sizes[path]), total)
             yield document
 
 

@@ -55,6 +55,9 @@ class Document:
 
     text: str
 
+    share: float = 1.0
+    """Part of its file that is read by now, in bytes as they lie there: 0 to 1."""
+
 
 def find_files(config: DataConfig) -> tuple[SourceFile, ...]:
     """List the files that `config.paths` mean, each once, sorted by absolute path.
@@ -82,7 +85,7 @@ def check_text(files: Iterable[SourceFile]) -> None:
         if file.format == "parquet":
             continue
         try:
-            with _open(file.path) as opened:
+            with file.path.open("rb") as raw, _unpacked(raw, file.path) as opened:
                 head = opened.read(_HEAD_BYTES)
         except OSError as error:
             raise unreadable(file.path, error) from error
@@ -183,10 +186,15 @@ def _compression_of(path: Path) -> str | None:
     return _COMPRESSION_BY_SUFFIX.get(path.suffix.lower())
 
 
-def _open(path: Path) -> BinaryIO:
+def _unpacked(raw: BinaryIO, path: Path) -> BinaryIO:
     """A file's bytes, decompressed where its name says that it is compressed."""
-    stream = pa.input_stream(str(path), compression=_compression_of(path))
-    return io.BufferedReader(stream, 2**20)
+    codec = _compression_of(path)
+    return raw if codec is None else io.BufferedReader(pa.CompressedInputStream(raw, codec), 2**20)
+
+
+def _share(raw: BinaryIO) -> float:
+    """How far an open file is read; what was read ahead counts."""
+    return raw.tell() / max(1, os.fstat(raw.fileno()).st_size)
 
 
 def _read(file: SourceFile, field: str) -> Iterator[Document]:
@@ -199,14 +207,17 @@ def _read(file: SourceFile, field: str) -> Iterator[Document]:
 
 def _read_text(path: Path) -> Iterator[Document]:
     line = 1
-    with io.TextIOWrapper(_open(path), "utf-8", errors="replace", newline="") as file:
+    with (
+        path.open("rb") as raw,
+        io.TextIOWrapper(_unpacked(raw, path), "utf-8", errors="replace", newline="") as file,
+    ):
         while lines := file.readlines(PIECE_CHARS):
-            yield Document(source=f"{path}:{line}", text="".join(lines))
+            yield Document(source=f"{path}:{line}", text="".join(lines), share=_share(raw))
             line += len(lines)
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
-    with _open(path) as file:
+    with path.open("rb") as stored, _unpacked(stored, path) as file:
         for number, raw in enumerate(file, start=1):
             line = raw.decode("utf-8", errors="replace")
             if not line.strip():
@@ -214,7 +225,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
             # JSON may escape half a surrogate pair, which is no text that UTF-8 can hold.
             text = _field_of_line(path, number, line, field).encode("utf-8", "replace").decode()
             if text:
-                yield Document(source=f"{path}:{number}", text=text)
+                yield Document(source=f"{path}:{number}", text=text, share=_share(stored))
 
 
 def _field_of_line(path: Path, number: int, line: str, field: str) -> str:
@@ -254,11 +265,12 @@ def _read_parquet(path: Path, field: str) -> Iterator[Document]:
                 f"{path} has no such column; it has {columns}",
                 "Set train.task.data.field to the column that holds the text",
             )
+        rows = file.metadata.num_rows
         batches = file.iter_batches(batch_size=PARQUET_ROWS, columns=[field])
         values = (value for batch in batches for value in batch.column(0).to_pylist())
         for row, value in enumerate(values, start=1):
             if text := _require_text(value, f"{path}, row {row}, column", field):
-                yield Document(source=f"{path}:{row}", text=text)
+                yield Document(source=f"{path}:{row}", text=text, share=row / rows)
 
 
 def _require_text(value: object, place: str, field: str) -> str:

@@ -9,14 +9,17 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from trainer.backend.groups import Device
 from trainer.backend.rendezvous import Rendezvous
 from trainer.dryrun.watch import Watch
+from trainer.engine.build import build_model
 from trainer.engine.engine import Engine
 from trainer.engine.optimizer import SliceOptimizer
 from trainer.loop.steps import TrainLoop
+from trainer.models.init import WeightSource
 from trainer.parallel.host_memory import HostMemory
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.reduction import Reduction
@@ -41,6 +44,10 @@ class DryEngine(Engine):
         self._watcher, self._counter = watch, counter
         with watch.labelled("parameters"):
             super().__init__(*arguments, **more)
+
+    def _build_model(self) -> tuple[nn.Module, WeightSource]:
+        """See Engine. Without a device: this process's is no worker's, which converters ask of."""
+        return build_model(self.task, self.train_config)
 
     def _make_host(self) -> HostMemory | None:
         return None if self.train_config.offload is None else DryMemory()

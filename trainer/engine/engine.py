@@ -87,7 +87,7 @@ class Engine:
         self.task, self.train_config, self.slot, self.mesh = task, train, slot, mesh
         self.device = torch_device(device)
         self._host: HostMemory | None = self._make_host() if heir_of is None else heir_of._host
-        model, source = build_model(task, train, self.device)
+        model, source = self._build_model()
         self._source: WeightSource | None = source
         self.model: nn.Module = parallelize(
             model,
@@ -128,6 +128,9 @@ class Engine:
             self.replace_gradient()
             self.optimizer = self._make_optimizer()
             self.state = self._make_state()
+
+    def _build_model(self) -> tuple[nn.Module, WeightSource]:
+        return build_model(self.task, self.train_config, self.device)
 
     def _make_host(self) -> HostMemory | None:
         """For activations that are offloaded. An heir has its predecessor's."""

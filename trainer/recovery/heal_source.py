@@ -63,6 +63,8 @@ class Source:
             for newcomer in range(meeting.newcomers)
             for number in range(meeting.streams)
         }
+        self._lost = threading.Event()
+        """A block could not be copied: the others are of no use, and hold the step up."""
         # The threads get tensors and not the engine, which they would keep alive.
         blocks = cut(state)
         self._copying = [
@@ -106,12 +108,15 @@ class Source:
     def _copy(self, stage: Stage, blocks: deque[Block], queues: list[_Blocks]) -> None:
         """The blocks of one stream, in the order in which every newcomer's takes them."""
         try:
-            while blocks and not self._sockets.stopped():
+            while blocks and not self._sockets.stopped() and not self._lost.is_set():
                 block = blocks.popleft()
                 copied = _host_bytes(block.size_bytes)
                 stage.copy(block, copied)
                 for queue in queues:
                     queue.put((block.position, copied))
+        except Exception:
+            self._lost.set()
+            raise
         finally:
             blocks.clear()
             for queue in queues:

@@ -195,7 +195,10 @@ def test_the_records_say_where_the_checkpoints_are(
         records.append(replace(started, store=str(tmp_path / "later")))
     status, _, err = ask(capsys, "list", root)
     assert status == 2
-    assert f"{root}: there are no checkpoints in it, nor in {tmp_path}/later" in err
+    assert f"{root}: there are no checkpoints in it, nor in {tmp_path}/later, where they go" in err
+    (root / "checkpoints").symlink_to(run / "checkpoints")
+    (row,) = json.loads(ask(capsys, "list", root, "--json")[1])["checkpoints"]
+    assert row["step"] == STEP, "of starts before the last"
 
 
 @pytest.mark.parametrize(

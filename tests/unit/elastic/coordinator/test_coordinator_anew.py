@@ -28,7 +28,7 @@ from checkpointing import (
     open_store,
     write_shared,
 )
-from elastic.coordinator import actor
+from elastic.coordinator import actor, run_log
 from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.retreat import Retreat
@@ -265,6 +265,21 @@ def test_the_supervisor_is_answered_while_the_end_waits_for_the_storage(
 ) -> None:
     """It would take the coordinator for stuck."""
     asyncio.run(end_on_a_slow_disk(config, monkeypatch))
+
+
+def test_storage_that_never_answers_holds_no_end(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor waits for it before it lets the machines go."""
+    answers = threading.Event()
+    monkeypatch.setattr(os, "fdatasync", lambda fd: answers.wait(60.0))
+    monkeypatch.setattr(run_log, "CLOSE_S", 0.01)
+    try:
+        asyncio.run(Coordinator(config).end("finished", None))
+        assert not answers.is_set()
+        assert isinstance(read_events(config.paths.events)[-1], events.RunEnded)
+    finally:
+        answers.set()
 
 
 def test_what_is_told_again_is_written_down_once(

@@ -18,6 +18,7 @@ from trainer.config import TrainConfig
 from trainer.dryrun.judge import Judge
 from trainer.dryrun.machines import MACHINES, Machine
 from trainer.errors import ConfigError
+from trainer.models.init import WeightSource
 from trainer.tasks.custom import CustomTask
 
 ONE = ScalingConfig(max_replicas=1, device="cuda")
@@ -117,3 +118,18 @@ def test_a_dry_run_leaves_a_task_as_the_workers_get_it(
     check_memory(train, ONE, ["H100"], prepared)
     assert caplog.text == ""
     cloudpickle.dumps(prepared)
+
+
+class OnlyOnGpus:
+    """A converter that refuses what its kernels do not run on."""
+
+    def convert(self, model: nn.Module, source: WeightSource) -> tuple[nn.Module, WeightSource]:
+        return model, source
+
+    def check(self, model: nn.Module, train: TrainConfig, device: torch.device | None) -> None:
+        if device is not None and device.type != "cuda":
+            raise ConfigError("train.converters", device, "it runs on GPUs", "Use GPUs")
+
+
+def test_a_dry_run_asks_no_converter_of_the_drivers_device(train: TrainConfig) -> None:
+    check_memory(replace(train, converters=(OnlyOnGpus(),)), ONE, ["H100"])

@@ -151,6 +151,7 @@ def test_one_checkpoint_may_fail_and_two_in_a_row_are_told_of_until_one_is_writt
     (alert,) = find_alerts(watched(STARTED, *story[2:]), PULSE, LIMITS, NOW)
     assert "and there is none" in alert.detail
     assert kinds(PULSE, *story, replace(saved, step=16)) == []
+    assert "unsaved" not in kinds(PULSE, *story, STARTED), "no save of this start has failed"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import random
 from pathlib import Path
 
 import pyarrow as pa
@@ -50,6 +52,24 @@ def test_compressed_files(tmp_path: Path, suffix: str, codec: str) -> None:
     config = config_for(tmp_path)
     check_text(find_files(config))
     assert texts_of(config) == ["one", "one", "caf\u00e9\n"]
+
+
+def test_how_far_a_compressed_file_is_read_goes_by_its_own_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    lines = (json.dumps({"text": random.Random(n).randbytes(2**12).hex()}) for n in range(1000))
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    config = config_for(path)
+    shares = [one.share for one in read_documents(find_files(config), config.field)]
+    assert shares == sorted(shares) and shares[0] < 0.3 and shares[-1] == 1.0
+    assert abs(shares[500] - 0.5) < 0.2
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    for name, content in ((b"a\xff.txt", b"one"), (b"b\xff.txt.gz", gzip.compress(b"two"))):
+        Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name))).write_bytes(content)
+    config = config_for(tmp_path)
+    check_text(find_files(config))
+    assert texts_of(config) == ["one", "two"]
 
 
 @pytest.mark.parametrize("content", [gzip.compress(bytes(range(200)))[:-30], b"not compressed"])
