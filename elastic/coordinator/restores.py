@@ -30,6 +30,9 @@ from elastic.protocol import events
 from elastic.protocol.causes import STORAGE
 from elastic.protocol.run_identity import check_own
 
+_ANSWER_S = 60.0
+"""A store that workers cannot reach, and that has not answered here by then, is out of reach."""
+
 
 class Restores:
     """Gives up checkpoints that cannot be read.
@@ -80,7 +83,7 @@ class Restores:
             known = (progress.restore_step, progress.generation) != (step, generation)
             if known or membership.stopped is not None:
                 return
-            damage, seen = is_damage(error), await asyncio.to_thread(self._look, step, error)
+            damage, seen = is_damage(error), await self._look_again(step, error)
             fault = decide_fault(error, seen)
             if fault == "reader" and self._is_so_elsewhere(worker, step, error):
                 fault = "checkpoint" if damage else "store"
@@ -116,6 +119,14 @@ class Restores:
             return False
         nodes.add(self._workers.started[worker].node)
         return len(nodes) > 1
+
+    async def _look_again(self, step: int, told: CheckpointError) -> CheckpointError | None:
+        """See `_look`. A store that refused a worker may not answer this machine at all."""
+        look = asyncio.to_thread(self._look, step, told)
+        try:
+            return await asyncio.wait_for(look, None if is_damage(told) else _ANSWER_S)
+        except asyncio.TimeoutError:
+            return told
 
     def _look(self, step: int, told: CheckpointError) -> CheckpointError | None:
         """What is wrong with a checkpoint as this machine sees it; None: nothing. Blocks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +160,27 @@ def test_one_that_is_out_of_reach_is_left_as_it_is(desk: Desk, tmp_path: Path) -
     moved.rename(there)
     assert desk.membership.stopped is not None
     assert "access denied. Nothing was changed" in str(desk.membership.stopped.error)
+    assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
+
+
+def test_one_that_does_not_even_refuse_here_is_out_of_reach(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hard mount on the coordinator's machine, and soft ones on the workers'."""
+    answers = threading.Event()
+    monkeypatch.setattr("elastic.coordinator.restores.look_again", lambda *_: answers.wait())
+    monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.01)
+    error = StoreUnavailableError("the mount", errno.ETIMEDOUT, "Connection timed out")
+
+    async def play() -> None:
+        try:
+            await asyncio.wait_for(desk.restores.failed("a", 20, GENERATION, error), 60)
+        finally:
+            answers.set()
+
+    asyncio.run(play())
+    assert desk.membership.stopped is not None
+    assert "Nothing was changed" in str(desk.membership.stopped.error)
     assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
 
 
