@@ -93,7 +93,8 @@ def load_manifest(store: Store, keys: Keys, step: int) -> Manifest:
 
 def check_kept(store: Store, keys: Keys, manifest: Manifest) -> None:
     """Where what was read of a checkpoint is missing or wrong: whether the checkpoint is still
-    there. A run deletes old ones while others read them.
+    there. A run deletes old ones while others read them. One that it gave up meanwhile counts as
+    there: what is wrong with it is why.
 
     Raises:
         NotCommittedError: it is not.
@@ -102,11 +103,22 @@ def check_kept(store: Store, keys: Keys, manifest: Manifest) -> None:
     try:
         there = load_manifest(store, keys, step)
     except NotCommittedError:
+        if _is_aside(store, keys, manifest):
+            return
         raise NotCommittedError(step, "it was deleted while it was read; pin it first") from None
     except (CorruptError, StoreError):
         return
     if there.sha256 != manifest.sha256:
         raise NotCommittedError(step, "another one was written while it was read; try again")
+
+
+def _is_aside(store: Store, keys: Keys, manifest: Manifest) -> bool:
+    """Whether the run has given up just this one: it was found damaged there, too."""
+    key = f"{keys.commit(manifest.step)}{SET_ASIDE}"
+    try:
+        return Manifest.from_bytes(store.get(key), key).sha256 == manifest.sha256
+    except (CorruptError, StoreError):
+        return False
 
 
 def set_aside(store: Store, keys: Keys, step: int) -> None:

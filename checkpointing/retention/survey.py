@@ -63,7 +63,7 @@ class Surveyor:
     keys: Keys
     """Names in the store."""
     _known: dict[int, _Record] = field(default_factory=dict)
-    _foreign: dict[str, frozenset[str] | None] = field(default_factory=dict)
+    _aside_known: dict[str, frozenset[str] | None] = field(default_factory=dict)
 
     def survey(self) -> Survey:
         """What there is now.
@@ -98,8 +98,9 @@ class Surveyor:
         )
 
     def forget(self, step: int) -> None:
-        """The record of `step` was deleted, or may be another one now."""
+        """The record of `step` was deleted, or may be another one now, or a later one set aside."""
         self._known.pop(step, None)
+        self._aside_known.pop(f"{self.keys.commit(step)}{SET_ASIDE}", None)
 
     def _aside(self, listed: Iterable[str]) -> tuple[set[int], set[str]]:
         """Steps of records set aside that cannot be read, and the segments of those that can."""
@@ -108,21 +109,19 @@ class Surveyor:
             step = self.keys.step_of(key)
             if step is None:
                 continue
-            foreign = is_foreign(self.keys, key)
-            if not foreign and not key.endswith(f".json{SET_ASIDE}"):
+            if not is_foreign(self.keys, key) and not key.endswith(f".json{SET_ASIDE}"):
                 continue
-            named = self._named(key, may_change=not foreign)
+            named = self._named(key)
             if named is None:
                 steps.add(step)
             else:
                 segments |= named
         return steps, segments
 
-    def _named(self, key: str, *, may_change: bool) -> frozenset[str] | None:
-        """The segments that a record set aside refers to; None: it cannot be read. The run may
-        give up another one of a step (`may_change`)."""
-        if key in self._foreign:
-            return self._foreign[key]
+    def _named(self, key: str) -> frozenset[str] | None:
+        """The segments that a record set aside refers to; None: it cannot be read."""
+        if key in self._aside_known:
+            return self._aside_known[key]
         named: frozenset[str] | None = None
         try:
             named = frozenset(Manifest.from_bytes(self.store.get(key), key).segments)
@@ -130,8 +129,7 @@ class Surveyor:
             pass
         except MissingError:
             return frozenset()  # deleted meanwhile
-        if not may_change:
-            self._foreign[key] = named
+        self._aside_known[key] = named
         return named
 
     def _verified(self, known: Mapping[int, _Record], listed: Container[str]) -> Iterable[int]:

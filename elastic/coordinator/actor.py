@@ -341,6 +341,10 @@ class Coordinator(CoordinatorApi):
             self._save_wish.cut_off(replayed.cut_off)
         if replayed.going_back is not None:
             self._give_up_after(replayed.going_back)
+        else:
+            # The commit of a save that a restore has made void may have come through late: it would
+            # be in the way of its step, and be gone on from once the run is that far.
+            self._give_up_after(replayed.recorded, only_own=True)
         _once_answered(lambda: self._pulses.replay(replayed.happened))
         snapshots = self._snapshots if self.config.in_memory else None
         freeze_timeout_s = self.config.health.freeze_timeout_s
@@ -360,10 +364,10 @@ class Coordinator(CoordinatorApi):
             self._watch_steps,
         )
 
-    def _give_up_after(self, step: int) -> None:
+    def _give_up_after(self, step: int, *, only_own: bool = False) -> None:
         """What a coordinator before this one had no time for. If it raised, this one would end."""
         try:
-            _once_answered(lambda: self._retreat.give_up_after(step))
+            _once_answered(lambda: self._retreat.give_up_after(step, only_own=only_own))
         except CheckpointError as error:
             self._membership.stop(f"Later checkpoints cannot be set aside: {error}")
 

@@ -159,12 +159,13 @@ class Dispatcher:
 
     # -- work in the background --------------------------------------------------------------------
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Does `work` in the background. A failure there ends the run with its traceback, and does
         not go unseen."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+        return task
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

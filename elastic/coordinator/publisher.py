@@ -80,6 +80,7 @@ class Publisher:
         """The checkpoint of `step` was set aside: another one may be committed."""
         self._saved.discard(step)
         self._untold.discard(step)
+        self._surveyor.forget(step)
         self._newest = None
 
     def forget_after(self, step: int) -> None:
@@ -115,7 +116,6 @@ class Publisher:
             return None  # handed in again, to a coordinator that was started anew, or too late
         attempt = (receipt.step, receipt.generation)
         if attempt in self._given_up:
-            await self._clear_up(attempt)
             return None
         parts = self._receipts.setdefault(attempt, {})
         parts[receipt.rank] = receipt
@@ -144,6 +144,10 @@ class Publisher:
             if attempt[0] not in self._saved:
                 self.lost[attempt[0]] = len(parts)
         return size
+
+    def gave_up(self, step: int, generation: int) -> bool:
+        """Whether that save was given up."""
+        return (step, generation) in self._given_up
 
     async def give_up(self, step: int, generation: int) -> None:
         """The save of `step` by the roster of `generation` failed: what is written of it goes, and

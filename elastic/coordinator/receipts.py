@@ -15,6 +15,9 @@ from elastic.coordinator.save_wish import SaveWish
 from elastic.membership.machine import Membership
 from elastic.protocol import events
 
+_DELETING_S = 60.0
+"""The last writer waits so long for old checkpoints to be deleted, and with it the run's end."""
+
 
 class Receipts:
     """Takes the receipts of saves and says what became of each checkpoint.
@@ -93,6 +96,8 @@ class Receipts:
             await self.failed(receipt.step, receipt.generation, reason)
             return
         if size is None:
+            if self._publisher.gave_up(receipt.step, receipt.generation):
+                self._give_up(receipt.step, receipt.generation)  # what it wrote goes, too
             return
         if progress.is_void(
             receipt.generation
@@ -112,8 +117,17 @@ class Receipts:
             )
         )
         await self._dispatcher.advance()
-        await self._publisher.retire(receipt.step)
+        # A store that does not answer must hold neither the writers nor the run's end for long.
+        retiring = self._dispatcher.spawn(self._retire(receipt.step))
+        await asyncio.wait({retiring}, timeout=_DELETING_S)
+
+    async def _retire(self, step: int) -> None:
+        await self._publisher.retire(step)
         self._note_undeleted()
+
+    def _give_up(self, step: int, generation: int) -> None:
+        """Nobody waits for it: its writers are to be ready for the next save."""
+        self._dispatcher.spawn(self._publisher.give_up(step, generation))
 
     def _set_aside(self, step: int) -> None:
         set_aside(open_store(self._paths.checkpoints), Keys(), step)
@@ -148,4 +162,4 @@ class Receipts:
             self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
         if step >= self._membership.until and generation >= progress.generation:
             await self._dispatcher.stop(f"the last checkpoint could not be written: {reason}")
-        await self._publisher.give_up(step, generation)
+        self._give_up(step, generation)

@@ -30,6 +30,9 @@ from elastic.protocol import events
 from elastic.protocol.causes import STORAGE
 from elastic.protocol.run_identity import check_own
 
+_ANSWER_S = 60.0
+"""A store that workers cannot reach, and that has not answered here by then, is out of reach."""
+
 
 class Restores:
     """Gives up checkpoints that cannot be read.
@@ -59,11 +62,14 @@ class Restores:
         """Step -> nodes on which its checkpoint was not as it was written, and here it was."""
         self._cut_off_in: dict[int, set[str]] = {}
         """Generation -> nodes from which the store could not be reached, and from here it could."""
+        self._tried_again: dict[str, int] = {}
+        """Such a node -> generation after which the next roster tries once more."""
         records.followers.append(self._hear)
 
     def _hear(self, event: events.Event) -> None:
         if isinstance(event, events.CheckpointCommitted):
             self._corrupt_on.pop(event.step, None)  # what was read there was another one
+            self._tried_again.clear()
 
     async def failed(self, worker: str, step: int, generation: int, error: CheckpointError) -> None:
         """`worker`, of the roster of `generation`, could not read the checkpoint of `step`; several
@@ -71,8 +77,9 @@ class Restores:
 
         What cannot be reached now may be sound: the run ends, and nothing is changed. What reads
         well here is: then the machine of the worker is at fault, and the worker is lost. Unless two
-        machines read other bytes: this one may have them from a cache of its own. Or two of a
-        roster cannot reach the store: then it was away for a while, and all would be lost.
+        machines read other bytes: this one may have them from a cache of its own. Who could not
+        reach the store tries once more, with the next roster: it may have been away for a while.
+        Nor is it the machine where two of that roster cannot: all would be lost.
         """
         async with self._deciding:
             membership = self._membership
@@ -80,8 +87,10 @@ class Restores:
             known = (progress.restore_step, progress.generation) != (step, generation)
             if known or membership.stopped is not None:
                 return
-            damage, seen = is_damage(error), await asyncio.to_thread(self._look, step, error)
+            damage, seen = is_damage(error), await self._look_again(step, error)
             fault = decide_fault(error, seen)
+            if fault == "reader" and not damage and self._tries_again(worker, generation):
+                return
             if fault == "reader" and self._is_so_elsewhere(worker, step, error):
                 fault = "checkpoint" if damage else "store"
             reason = str(seen if damage and seen is not None else error)
@@ -103,6 +112,14 @@ class Restores:
                     f"aside: {failure}"
                 )
 
+    def _tries_again(self, worker: str, generation: int) -> bool:
+        """Whether no roster before that of `generation` had a worker on this node that could not
+        reach the store, since a checkpoint was committed. Notes this one."""
+        if worker not in self._workers.started:
+            return False
+        node = self._workers.started[worker].node
+        return self._tried_again.setdefault(node, generation) == generation
+
     def _is_so_elsewhere(self, worker: str, step: int, error: CheckpointError) -> bool:
         """Whether another node read other bytes, too, than were written, or another one of this
         roster could not reach the store either. Notes this one."""
@@ -116,6 +133,14 @@ class Restores:
             return False
         nodes.add(self._workers.started[worker].node)
         return len(nodes) > 1
+
+    async def _look_again(self, step: int, told: CheckpointError) -> CheckpointError | None:
+        """See `_look`. A store that refused a worker may not answer this machine at all."""
+        look = asyncio.to_thread(self._look, step, told)
+        try:
+            return await asyncio.wait_for(look, None if is_damage(told) else _ANSWER_S)
+        except asyncio.TimeoutError:
+            return told
 
     def _look(self, step: int, told: CheckpointError) -> CheckpointError | None:
         """What is wrong with a checkpoint as this machine sees it; None: nothing. Blocks."""

@@ -5,7 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 
-from checkpointing import CheckpointError, Keys, list_steps, newest, open_store, set_aside
+from checkpointing import (
+    CheckpointError,
+    CorruptError,
+    Keys,
+    NotCommittedError,
+    Store,
+    list_steps,
+    load_manifest,
+    newest,
+    open_store,
+    set_aside,
+)
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.receipts import Receipts
@@ -13,6 +24,7 @@ from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.machine import Membership
 from elastic.protocol import events
+from elastic.protocol.run_identity import run_of
 from trainer.loop.samples import Skip
 
 
@@ -87,14 +99,18 @@ class Retreat:
         self._receipts.forget_after(step)
         await self._dispatcher.advance()
 
-    def give_up_after(self, step: int) -> None:
+    def give_up_after(self, step: int, *, only_own: bool = False) -> None:
         """Sets checkpoints later than `step` aside that a coordinator before this one had no time
         for. Blocks.
+
+        Args:
+            step: see above.
+            only_own: those alone that are known to be this run's: others were brought here.
 
         Raises:
             CheckpointError: the store does not do it.
         """
-        self._set_aside_after(step)
+        self._set_aside_after(step, only_own=only_own)
         self._receipts.forget_after(step)
 
     def _find(self, at_most: int) -> tuple[int, list[int]]:
@@ -106,8 +122,14 @@ class Retreat:
             return found.step, []
         return 0, [step for step in list_steps(store, keys) if step <= at_most]
 
-    def _set_aside_after(self, step: int) -> None:
+    def _set_aside_after(self, step: int, *, only_own: bool = False) -> None:
         store, keys = open_store(self._config.paths.checkpoints), Keys()
         for later in list_steps(store, keys):
-            if later > step:
+            if later > step and (not only_own or self._is_own(store, later)):
                 set_aside(store, keys, later)
+
+    def _is_own(self, store: Store, step: int) -> bool:
+        try:
+            return run_of(load_manifest(store, Keys(), step)) == self._config.identity.id
+        except (CorruptError, NotCommittedError):  # nobody can say
+            return False

@@ -215,8 +215,14 @@ class Snapshots:
         **kwargs: _Args.kwargs,
     ) -> None:
         live = [node for node in nodes if node in self._nodes]
-        # A manifest may take tens of megabytes: one copy serves all nodes.
-        once: Any = [ray.put(arg) if isinstance(arg, Manifest) else arg for arg in args]
+        if not live:
+            return
+        try:
+            # A manifest may take tens of megabytes: one copy serves all nodes.
+            once: Any = [ray.put(arg) if isinstance(arg, Manifest) else arg for arg in args]
+        except ray.exceptions.RayError as error:  # the object store is full, say
+            log.warning("%s is not asked of nodes %s: %s", method.__name__, live, error)
+            return
         await asyncio.gather(*(self._call(node, method, *once, **kwargs) for node in live))
 
     async def _call(

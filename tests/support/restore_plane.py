@@ -83,8 +83,6 @@ class Scenario:
     """Where the checkpoints lie."""
     replicas: int
     """How many restore."""
-    least_bytes: int = 1
-    """See `checkpointing.read.assignment`."""
     blind: tuple[int, int] | None = None
     """(replica, rank) that sees a flipped bit in all that it reads."""
     without_record: tuple[int, int] | None = None
@@ -107,8 +105,6 @@ class Tried:
     """The engine's state was as before when `read_together` returned."""
     equal: bool
     """What it returned is this worker's part of `full_state`."""
-    opened: bool
-    """It read the commit record."""
     bytes_read: int
     """From the store, but for the manifest."""
     position: int
@@ -150,7 +146,6 @@ class _Worker:
             task(), train, slot=slot, mesh=mesh, device="cpu", max_replicas=scenario.replicas
         )
         self.engine.initialize()
-        self.opened = False
 
     def run(self) -> list[Tried]:
         """Tries the steps until one is restored; replicas that lose a worker are left out."""
@@ -189,7 +184,7 @@ class _Worker:
                 self.engine,
                 cross,
                 lambda: self._open(watched, load_manifest(store, KEYS, step)),
-                least_bytes=self.scenario.least_bytes,
+                least_bytes=1,
             )
             outcome = type(read).__name__
         except RuntimeError:
@@ -202,13 +197,11 @@ class _Worker:
             error=str(read.error) if isinstance(read, Unreadable) and read.error else None,
             untouched=self.engine.state.digest() == before,
             equal=isinstance(read, Restored) and self._loads(read, step),
-            opened=self.opened,
             bytes_read=watched.bytes,
             position=cross.rank,
         )
 
     def _open(self, watched: WatchedStore, manifest: Manifest) -> Saved:
-        self.opened = True
         if self.scenario.without_record == self.place:
             raise CorruptError(KEYS.commit(manifest.step), "it is truncated")
         return Reader(watched, manifest), manifest.training_state

@@ -162,9 +162,7 @@ class _Part:
             CrossGroupLost: a peer is gone, or this worker is called away.
         """
         cross = self._cross
-        # The record alone may be tens of megabytes: who has no share leaves it to those who have.
-        idle = cross.rank > 0 and not self._shares[cross.rank]
-        read = self._votes(idle or self._read([cross.rank]))
+        read = self._votes(self._read([cross.rank]))
         readers = plan_readers(read)
         if not all(read):
             second = [p for p, reader in enumerate(readers) if not read[p] and reader == cross.rank]

@@ -277,6 +277,22 @@ def test_one_that_is_deleted_meanwhile_is_not_called_damaged(
         verify_checkpoint(Retiring(store.root), KEYS, STEP, threads=1)
 
 
+def test_one_that_is_given_up_meanwhile_is_called_damaged(store: LocalStore) -> None:
+    """The run has found it, too: whoever asked must hear of it."""
+    key, *_ = load_manifest(store, KEYS, STEP).segments
+    path = store.root / key
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+
+    class GivenUp(LocalStore):
+        def get_range(self, key: str, start: int, length: int) -> bytes:
+            set_aside(store, KEYS, STEP)
+            return super().get_range(key, start, length)
+
+    (finding,) = verify_checkpoint(GivenUp(store.root), KEYS, STEP, threads=1).findings
+    assert (finding.key, finding.check) == (key, "crc32")
+
+
 @pytest.mark.timeout(20)
 def test_a_record_that_is_no_file_is_passed_over_and_set_aside(store: LocalStore) -> None:
     write_state(store, tensors(), step=STEP + 1, segment_bytes=512, block_bytes=256)

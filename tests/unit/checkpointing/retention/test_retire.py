@@ -171,6 +171,28 @@ def test_what_the_run_went_back_for_guards_its_own_segments_alone(tmp_path: Path
     ]
 
 
+def test_a_record_that_was_set_aside_is_read_once(tmp_path: Path) -> None:
+    """It may take 100 MB, and stays until the run is past it. Another one of the step is read."""
+    read = list[str]()
+
+    class Watched(LocalStore):
+        def get(self, key: str) -> bytes:
+            read.append(key)
+            return super().get(key)
+
+    store = LocalStore(tmp_path)
+    surveyor = Surveyor(store=Watched(tmp_path), keys=KEYS)
+    for attempt in (0, 1):
+        write(store, 10, attempt=attempt)
+        (segment,) = load_manifest(store, KEYS, 10).segments
+        surveyor.forget(10)
+        surveyor.survey()
+        set_aside(store, KEYS, 10)
+        assert surveyor.survey() == surveyor.survey()
+        assert surveyor.survey().aside == {segment}
+    assert read.count(f"{KEYS.commit(10)}.unreadable") == 3
+
+
 def test_a_commit_during_a_survey_costs_it_nothing(tmp_path: Path) -> None:
     """It goes on while a slow store is asked what is verified: what is known of its step may be of
     another record."""

@@ -325,7 +325,7 @@ def test_a_store_that_is_away_does_not_end_it(
 ) -> None:
     asked: list[int] = []
 
-    def give_up_after(self: Retreat, step: int) -> None:
+    def give_up_after(self: Retreat, step: int, *, only_own: bool = False) -> None:
         asked.append(step)
         if len(asked) < 3:
             raise StoreUnavailableError("s3://b", None, "no answer")
@@ -340,7 +340,7 @@ def test_a_store_that_is_away_does_not_end_it(
 def test_checkpoints_that_cannot_be_set_aside_end_the_run(
     config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def give_up_after(self: Retreat, step: int) -> None:
+    def give_up_after(self: Retreat, step: int, *, only_own: bool = False) -> None:
         raise CheckpointError("it is locked")
 
     monkeypatch.setattr(Retreat, "give_up_after", give_up_after)
@@ -383,7 +383,8 @@ def test_one_that_finds_no_checkpoint_lets_nobody_begin_from_the_seed(
 def test_one_goes_by_the_runs_own_checkpoint_that_it_has_come_to(
     config: CoordinatorConfig, run: dict[str, str] | None
 ) -> None:
-    """Not by a later one, of another run or imported: the run's own would be dropped as too old."""
+    """Not by a later one, of another run or imported: the run's own would be dropped as too old.
+    Nor is a later one of its own in the way of that step."""
 
     def part(rank: int, step: int) -> Receipt:
         row = TensorSlice("param/w", (2, 4), "uint8", (rank, 0), (1, 4))
@@ -407,7 +408,9 @@ def test_one_goes_by_the_runs_own_checkpoint_that_it_has_come_to(
         await coordinator.end("finished", None)
 
     store = open_store(config.paths.checkpoints)
-    save(4, run={"name": "r", "id": config.identity.id})
+    own = {"name": "r", "id": config.identity.id}
+    save(4, run=own)
+    save(8, run=own)  # too late: the run has gone by the one before since
     save(20, **({} if run is None else {"run": run}))
     write(config, config.started, BEGUN, steps=6)
     asyncio.run(go_on())

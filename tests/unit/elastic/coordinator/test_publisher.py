@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ def part(paths: RunPaths, rank: int, step: int, generation: int = 1) -> Receipt:
     row = TensorSlice("param/w", (WRITERS, 4), "uint8", (rank, 0), (1, 4))
     store = open_store(paths.checkpoints)
     return write_shared(store, Keys(), attempt, [row], memoryview(bytes(64)))
+
+
+async def aside() -> None:
+    """Waits for what is done beside."""
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
 
 
 def test_a_save_that_lacks_a_part(tmp_path: Path) -> None:
@@ -244,17 +250,21 @@ def test_failed_saves_leave_nothing_behind(tmp_path: Path) -> None:
         committed = store.list("d/")
         # One writes to its own disk: the commit finds that.
         await take(part(desk.paths, 0, 4, now), part(disk, 1, 4, now))
+        await aside()
         assert store.list("d/") == committed
         # One has written a part of its own, and says that there is no room; another comes later.
         await take(part(desk.paths, 0, 6, now))
         part(desk.paths, 1, 6, now)
         await receipts.failed(6, now, "no space")
+        await aside()
         assert store.list("d/") == committed
         await take(part(desk.paths, 0, 6, now), part(desk.paths, 1, 6, now))
+        await aside()
         assert store.list("d/") == committed and not receipts.saved(6)
         # A later save is not in the way of it, nor what a failure says of the one before.
         await take(part(desk.paths, 0, 8, now), part(desk.paths, 1, 8, now))
         await receipts.failed(8, now, "told too late")
+        await aside()
 
     asyncio.run(play())
     gc.enable()  # the dispatcher puts it off for longer than this loop lasts
@@ -262,6 +272,42 @@ def test_failed_saves_leave_nothing_behind(tmp_path: Path) -> None:
     for step in (2, 8):
         assert verify_checkpoint(store, Keys(), step, threads=1).findings == ()
     assert len(desk.happened(events.CheckpointSkipped)) == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_store_that_deletes_nothing_holds_no_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the run could not end: each save in the background is waited for there."""
+    desk, answers = CoordinatorDesk(tmp_path), threading.Event()
+    now = desk.membership.progress.generation
+    receipts = Receipts(
+        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
+
+    def hangs(*_args: Any, **_how: Any) -> list[str]:
+        answers.wait()
+        return []
+
+    async def play() -> None:
+        for rank in range(WRITERS):
+            await receipts.take(part(desk.paths, rank, 2, now), {}, 0.0, WRITERS)
+        await receipts.failed(4, now, "no space")
+        await aside_begun()
+        await receipts.take(part(desk.paths, 0, 4, now), {}, 0.0, WRITERS)  # too late
+        answers.set()
+        await aside()
+
+    async def aside_begun() -> None:
+        while not receipts._publisher.gave_up(4, now):
+            await asyncio.sleep(0)
+
+    for name in ("retire", "sweep_attempt"):
+        monkeypatch.setattr(f"elastic.coordinator.publisher.{name}", hangs)
+    monkeypatch.setattr("elastic.coordinator.receipts._DELETING_S", 0.01)
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert [event.step for event in desk.happened(events.CheckpointCommitted)] == [2]
 
 
 @pytest.mark.parametrize("anew", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,16 +163,43 @@ def test_one_that_is_out_of_reach_is_left_as_it_is(desk: Desk, tmp_path: Path) -
     assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
 
 
+def test_one_that_does_not_even_refuse_here_is_out_of_reach(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hard mount on the coordinator's machine, and soft ones on the workers'."""
+    answers = threading.Event()
+    monkeypatch.setattr("elastic.coordinator.restores.look_again", lambda *_: answers.wait())
+    monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.01)
+    error = StoreUnavailableError("the mount", errno.ETIMEDOUT, "Connection timed out")
+
+    async def play() -> None:
+        try:
+            await asyncio.wait_for(desk.restores.failed("a", 20, GENERATION, error), 60)
+        finally:
+            answers.set()
+
+    asyncio.run(play())
+    assert desk.membership.stopped is not None
+    assert "Nothing was changed" in str(desk.membership.stopped.error)
+    assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
+
+
 def test_a_machine_that_cannot_reach_the_store_is_replaced(desk: Desk) -> None:
-    """Its mount is stale, or its clock is off. Two of a roster: the store was away for a while."""
+    """Its mount is stale, or its clock is off. Once it may be the store that was away for a while,
+    and for two of a roster."""
     error = StoreUnavailableError("the mount", errno.ESTALE, "Stale file handle")
 
     async def play() -> None:
-        await desk.restores.failed(desk.worker("a"), 20, GENERATION, error)
-        await desk.restores.failed("a", 20, GENERATION, error)  # the next worker there
+        for name in ("a", "b"):
+            await desk.restores.failed(desk.worker(name), 20, GENERATION, error)
+            await desk.restores.failed(name, 20, GENERATION, error)  # the next worker there
         await asyncio.sleep(0)  # the agents are told aside
-        assert desk.agents.killed[0] == "a" and desk.membership.stopped is None
-        await desk.restores.failed(desk.worker("b"), 20, GENERATION, error)
+        assert desk.agents.killed == [] and desk.membership.stopped is None
+        desk.membership.progress.generation += 1  # all try again
+        await desk.restores.failed("a", 20, GENERATION + 1, error)
+        await asyncio.sleep(0)
+        assert desk.agents.killed == ["a"] and desk.membership.stopped is None
+        await desk.restores.failed("b", 20, GENERATION + 1, error)
         gc.enable()  # the dispatcher puts it off for longer than this loop lasts
 
     asyncio.run(play())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from checkpointing import Snapshot, clear_memory, load_manifest, open_memory, open_store
@@ -92,6 +93,31 @@ def test_a_snapshot_that_no_worker_has_room_for_is_told_of_once(tmp_path: Path) 
         assert (len(happened), swept) == (1, [STEP] * 30)
 
     asyncio.run(play())
+
+
+def test_nodes_whose_object_store_is_full_cost_no_worker_its_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room is made again with the next snapshot."""
+
+    def full(value: object) -> None:
+        raise ray.exceptions.ObjectStoreFullError
+
+    store = open_store(tmp_path)
+    write_state(store, {"w": torch.ones(2)}, step=STEP)
+    manifest = load_manifest(store, KEYS, STEP)
+    found = Snapshot(manifest=manifest, places=dict.fromkeys(manifest.segments, frozenset({"a"})))
+    known = Snapshots(
+        RunPaths(root=tmp_path),
+        Progress(),
+        lambda node: Remote(None),
+        lambda event: None,
+        versions={},
+        found=found,
+        timeout_s=1.0,
+    )
+    monkeypatch.setattr(ray, "put", full)
+    asyncio.run(known.skipped(STEP + 4, "no room"))
 
 
 def test_a_node_that_is_written_off_and_comes_back_has_its_snapshot(tmp_path: Path) -> None:

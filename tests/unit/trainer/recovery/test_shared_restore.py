@@ -79,7 +79,6 @@ def results(sound: tuple[Path, int], damaged: tuple[Path, str]) -> Results:
             *(Scenario(name=f"damaged {r}", root=bad, replicas=r) for r in (1, 2, 3)),
             Scenario(name="blind", root=good, replicas=3, blind=(1, 0)),
             Scenario(name="without record", root=good, replicas=2, without_record=(0, 1)),
-            Scenario(name="small", root=good, replicas=3, least_bytes=1 << 30),
             Scenario(name="killed", root=good, replicas=3, killed=(1, 0)),
         ]
     )
@@ -132,13 +131,6 @@ def test_who_cannot_read_the_record_has_all_from_the_others(results: Results) ->
     assert (
         workers[0, 1][0].bytes_read == 0 < workers[1, 0][0].bytes_read < workers[1, 1][0].bytes_read
     )
-
-
-def test_who_has_nothing_to_read_leaves_the_record_to_the_others(results: Results) -> None:
-    """At ten thousand workers it is tens of megabytes, from one key."""
-    workers = results("small")
-    assert {(t.outcome, t.equal) for (t,) in workers.values()} == {("Restored", True)}
-    assert [place for place, (t,) in sorted(workers.items()) if t.opened] == [(0, 0), (0, 1)]
 
 
 def test_who_is_called_away_reads_nothing(sound: tuple[Path, int]) -> None:
