@@ -181,7 +181,7 @@ def test_a_run_that_nobody_waits_for(
     wait_until(lambda: not is_left(tmp_path))
     assert main(["stop", str(root), "--address", address]) == 2
     assert "no run is going on in" in (said := capsys.readouterr().err)
-    assert "it stopped after" in said and "report.txt" in said
+    assert "it was stopped after" in said and "report.txt" in said
 
 
 @pytest.mark.soak
