@@ -41,7 +41,7 @@ from elastic.driver.resume import (
     skips_of,
     steps_done,
 )
-from elastic.driver.running import check_same, find_run, follow, is_over, may_be_going_on
+from elastic.driver.running import check_same, find_run, follow, has_finished, may_be_going_on
 from elastic.errors import RunGoesOnError
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
@@ -178,11 +178,11 @@ class Launch:
         Raises:
             ConfigError: it had other settings, or another model.
         """
-        if not paths.events.exists():
+        if not has_finished(paths):
             return None
         saved = paths, read_events(paths.events), identify(paths), None
         last = self._find_origin(*saved, None).manifest
-        if last is None or not is_over(paths, last, self.train.steps):
+        if last is None or last.step != self.train.steps:
             return None
         check_continues(last, self.train)
         info: Mapping[str, Any] = last.training_state.get("task", {})

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from checkpointing import CheckpointConfig, Manifest
+from checkpointing import CheckpointConfig
 from checkpointing.field_types import type_name
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.driver.observer import Observer
@@ -39,12 +39,11 @@ def may_be_going_on(paths: RunPaths) -> bool:
     return paths.events.exists() and not isinstance(last_event(paths.events), RunEnded)
 
 
-def is_over(paths: RunPaths, manifest: Manifest | None, steps: int) -> bool:
-    """Whether the run has done all `steps`, by the end of its records and by the state that it
-    would go on from. Needs no cluster."""
+def has_finished(paths: RunPaths) -> bool:
+    """Whether the last start of the run did all steps that it was told to, by the end of its
+    records. Needs no cluster."""
     end = last_event(paths.events) if paths.events.exists() else None
-    finished = isinstance(end, RunEnded) and end.outcome == "finished"
-    return finished and manifest is not None and manifest.step == steps
+    return isinstance(end, RunEnded) and end.outcome == "finished"
 
 
 def find_run(paths: RunPaths, *, looks_only: bool = False) -> Remote[SupervisorApi] | None:

@@ -56,7 +56,8 @@ class Document:
     text: str
 
     share: float = 1.0
-    """Part of its file that is read by now, in bytes as they lie there: 0 to 1."""
+    """Part of its file that is read by now, in bytes as they lie there: 0 to 1. What was read ahead
+    counts."""
 
 
 def find_files(config: DataConfig) -> tuple[SourceFile, ...]:
@@ -192,9 +193,9 @@ def _unpacked(raw: BinaryIO, path: Path) -> BinaryIO:
     return raw if codec is None else io.BufferedReader(pa.CompressedInputStream(raw, codec), 2**20)
 
 
-def _share(raw: BinaryIO) -> float:
-    """How far an open file is read; what was read ahead counts."""
-    return raw.tell() / max(1, os.fstat(raw.fileno()).st_size)
+def _size(raw: BinaryIO) -> int:
+    """Bytes of an open file as they lie there, to tell how far it is read; 1 of an empty one."""
+    return max(1, os.fstat(raw.fileno()).st_size)
 
 
 def _read(file: SourceFile, field: str) -> Iterator[Document]:
@@ -211,13 +212,15 @@ def _read_text(path: Path) -> Iterator[Document]:
         path.open("rb") as raw,
         io.TextIOWrapper(_unpacked(raw, path), "utf-8", errors="replace", newline="") as file,
     ):
+        size = _size(raw)
         while lines := file.readlines(PIECE_CHARS):
-            yield Document(source=f"{path}:{line}", text="".join(lines), share=_share(raw))
+            yield Document(source=f"{path}:{line}", text="".join(lines), share=raw.tell() / size)
             line += len(lines)
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
     with path.open("rb") as stored, _unpacked(stored, path) as file:
+        size = _size(stored)
         for number, raw in enumerate(file, start=1):
             line = raw.decode("utf-8", errors="replace")
             if not line.strip():
@@ -225,7 +228,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
             # JSON may escape half a surrogate pair, which is no text that UTF-8 can hold.
             text = _field_of_line(path, number, line, field).encode("utf-8", "replace").decode()
             if text:
-                yield Document(source=f"{path}:{number}", text=text, share=_share(stored))
+                yield Document(source=f"{path}:{number}", text=text, share=stored.tell() / size)
 
 
 def _field_of_line(path: Path, number: int, line: str, field: str) -> str:
