@@ -33,7 +33,7 @@ from checkpointing.errors import (
 from checkpointing.format.boxes import Box, TensorInfo, TensorSlice
 from checkpointing.format.coverage import check_coverage
 from checkpointing.format.layout import Keys
-from checkpointing.format.manifest import Manifest, Receipt, Segment, is_sound
+from checkpointing.format.manifest import Manifest, Receipt, Segment, is_sound, run_of
 from checkpointing.read.assignment import Rows, plan_shares
 from checkpointing.read.catalogue import (
     check_compatible,
@@ -172,6 +172,7 @@ __all__ = [
     "plan_shares",
     "plan_writers",
     "retire",
+    "run_of",
     "set_aside",
     "set_foreign_aside",
     "settle_snapshot",

@@ -311,6 +311,12 @@ def _check_places(slices: SliceTable, segments: Sequence[Segment]) -> None:
         )
 
 
+def run_of(manifest: Manifest) -> str | None:
+    """The id of the run that wrote a checkpoint, where it says so."""
+    run = manifest.training_state.get("run")
+    return run.get("id") if isinstance(run, Mapping) else None
+
+
 def _plain(segment: Segment) -> dict[str, Any]:
     """As JSON values. `asdict` would copy each CRC: seconds at thousands of segments."""
     return {**vars(segment), "table": None if segment.table is None else vars(segment.table)}

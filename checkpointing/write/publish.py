@@ -28,7 +28,7 @@ from checkpointing.errors import (
 from checkpointing.format.boxes import TensorInfo, show_info
 from checkpointing.format.coverage import check_coverage
 from checkpointing.format.layout import Keys
-from checkpointing.format.manifest import Manifest, Receipt, Segment
+from checkpointing.format.manifest import Manifest, Receipt, Segment, run_of
 from checkpointing.format.slices import join
 from checkpointing.read.catalogue import load_manifest, newest
 from checkpointing.stores import Store
@@ -164,15 +164,9 @@ def _as_json(step: int, training_state: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_stale(store: Store, keys: Keys, last: Manifest | None, mine: Manifest) -> None:
     """Records of another run, copied into the store, count by generations of its own."""
     while last is not None and mine.step <= last.step:
-        if mine.generation < last.generation and _run_of(last) == _run_of(mine):
+        if mine.generation < last.generation and run_of(last) == run_of(mine):
             raise StaleGenerationError(mine.step, mine.generation, last.step, last.generation)
         last = newest(store, keys, before=last.step)
-
-
-def _run_of(manifest: Manifest) -> Any:
-    """The id of the run that has written it, where it says so."""
-    run = manifest.training_state.get("run")
-    return run.get("id") if isinstance(run, Mapping) else None
 
 
 def _check_segments(keys: Keys, receipts: Sequence[Receipt], base: Manifest | None) -> None:

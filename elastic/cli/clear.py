@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from elastic.cli.live import add_run_to, join
-from elastic.protocol.run_paths import RunPaths, hold_run
+from elastic.cli.live import add_run_to, join, paths_of
+from elastic.protocol.run_paths import hold_run
 from trainer.errors import ConfigError
 
 
@@ -26,7 +25,7 @@ def add_to(commands: Any) -> None:
 
 def clear_run(options: argparse.Namespace) -> int:
     """`clear`. Returns 1 where a node that lives did not answer, or may not delete them."""
-    paths = RunPaths(root=Path(options.run).expanduser().absolute())
+    paths = paths_of(options)
     if not paths.events.exists():
         fact = f"{paths.root} is no run's directory: it has no events.jsonl"
         raise ConfigError("RUN", options.run, fact, "Name a run's directory")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic.cli.arguments import count, positive
-from elastic.cli.program import READ, find_trainer
+from elastic.cli.program import READ, add_program_to, find_trainer
 from elastic.cli.show import human_bytes, table
 from trainer.dryrun.machines import MACHINES, Machine
 from trainer.errors import ConfigError
@@ -40,7 +40,7 @@ def add_to(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("file", metavar="FILE.py[:NAME]", help="where the ElasticTrainer is")
+    add_program_to(verb)
     verb.add_argument("--instance", choices=list(MACHINES), help="machines of AWS")
     verb.add_argument("--nodes", type=count, metavar="N", help="how many machines there are")
     verb.add_argument("--memory-gb", type=positive, metavar="GB", help="of one GPU, in 10^9 bytes")

@@ -88,7 +88,7 @@ def stop_run(options: argparse.Namespace) -> int:
         else:
             coordinator = run.call(SupervisorApi.about).job.coordinator
             coordinator.call(CoordinatorApi.wind_down, "elastic stop")
-    paths = RunPaths(root=_root(options))
+    paths = paths_of(options)
     ending = await_end(run, paths)
     if ending.error is None:
         last = last_event(paths.events)
@@ -97,8 +97,9 @@ def stop_run(options: argparse.Namespace) -> int:
     return tell(ending)
 
 
-def _root(options: argparse.Namespace) -> Path:
-    return Path(options.run).expanduser().absolute()
+def paths_of(options: argparse.Namespace) -> RunPaths:
+    """Those of the run that is named; see `add_run_to`."""
+    return RunPaths(root=Path(options.run).expanduser().absolute())
 
 
 def _find(options: argparse.Namespace) -> Any:
@@ -110,10 +111,10 @@ def _find(options: argparse.Namespace) -> Any:
     join(options.address)
     from elastic.driver.running import find_run
 
-    root = _root(options)
-    run = find_run(RunPaths(root=root), looks_only=True)
+    paths = paths_of(options)
+    run = find_run(paths, looks_only=True)
     if run is None:
-        raise _not_going_on(options.run, RunPaths(root=root))
+        raise _not_going_on(options.run, paths)
     return run
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic.cli.arguments import count
-from elastic.cli.live import add_run_to, join
+from elastic.cli.live import add_run_to, join, paths_of
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
-from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from health.log_tail import read_last
 from health.signatures import find_sign
@@ -66,7 +65,7 @@ def add_to(commands: Any) -> None:
 
 def show_logs(options: argparse.Namespace) -> int:
     """`logs`. Returns 1 where a node that lives did not answer."""
-    paths = RunPaths(root=Path(options.run).expanduser().absolute())
+    paths = paths_of(options)
     outputs = find_outputs(read_events(paths.events))
     if options.worker is not None:
         outputs = [one for one in outputs if one.worker == options.worker]

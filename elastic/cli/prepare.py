@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from elastic.cli.program import READ, find_trainer
+from elastic.cli.program import READ, add_program_to, find_trainer
 from elastic.reporting.phases import phases
 from trainer.progress import tell
 
@@ -36,7 +36,7 @@ def add_to(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("file", metavar="FILE.py[:NAME]", help="where the ElasticTrainer is")
+    add_program_to(verb)
     verb.add_argument("--json", action="store_true", help="one JSON object")
     verb.set_defaults(action=run)
 

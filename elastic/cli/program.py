@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -25,6 +26,11 @@ ends where it calls `fit`, which starts nothing. All else outside functions is d
 too. NAME is an ElasticTrainer in it, made outside functions, unlike that of examples/quickstart.py;
 it may be left out where there is only one."""
 """For the help of a command that takes FILE.py[:NAME]."""
+
+
+def add_program_to(verb: argparse.ArgumentParser) -> None:
+    """Adds what `find_trainer` takes, as `file`."""
+    verb.add_argument("file", metavar="FILE.py[:NAME]", help="where the ElasticTrainer is")
 
 
 def find_trainer(where: str) -> ElasticTrainer:

@@ -15,6 +15,7 @@ from checkpointing import (
     load_manifest,
     newest,
     open_store,
+    run_of,
     set_aside,
 )
 from elastic.coordinator.config import CoordinatorConfig
@@ -24,7 +25,6 @@ from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.machine import Membership
 from elastic.protocol import events
-from elastic.protocol.run_identity import run_of
 from trainer.loop.samples import Skip
 
 

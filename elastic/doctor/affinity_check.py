@@ -11,7 +11,7 @@ from pathlib import Path
 from elastic.doctor.finding import Finding
 from elastic.doctor.gpu_checks import given_gpus
 from elastic.doctor.machine import Machine
-from trainer.backend.near_gpu import parse_cpus
+from trainer.backend.near_gpu import parse_cpus, text_of
 
 
 def check_affinity(machine: Machine) -> Finding:
@@ -25,7 +25,7 @@ def check_affinity(machine: Machine) -> Finding:
         _numa_node(machine.root / "sys/class/infiniband" / name / "device")
         for name in machine.facts.devices
     )
-    cpus = {node: parse_cpus(_text(nodes / f"node{node}/cpulist")) for node in gpus}
+    cpus = {node: parse_cpus(text_of(nodes / f"node{node}/cpulist")) for node in gpus}
     return judge_affinity(gpus, devices, cpus, os.sched_getaffinity(0))
 
 
@@ -78,11 +78,4 @@ def _named(nodes: Sequence[int]) -> str:
 
 def _numa_node(device: Path) -> int:
     """-1: the machine does not tell, as the kernel puts it."""
-    return int(_text(device / "numa_node") or -1)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    return int(text_of(device / "numa_node") or -1)

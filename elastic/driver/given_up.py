@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from checkpointing import Manifest
+from checkpointing import Manifest, run_of
 from elastic.protocol.events import Event, RegroupDone, WentBack
-from elastic.protocol.run_identity import RunIdentity, run_of
+from elastic.protocol.run_identity import RunIdentity
 
 
 @dataclass(frozen=True, kw_only=True)

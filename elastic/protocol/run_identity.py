@@ -26,6 +26,7 @@ from checkpointing import (
     check_compatible,
     newest,
     open_store,
+    run_of,
 )
 from checkpointing.whole_file import write_whole
 from elastic.protocol.run_paths import RunPaths
@@ -74,12 +75,6 @@ def record_identity(paths: RunPaths, identity: RunIdentity) -> None:
     refuses the start any more: until then, what is copied here is a fork on purpose."""
     paths.identity.parent.mkdir(parents=True, exist_ok=True)
     write_whole(paths.identity, json.dumps(asdict(identity)))
-
-
-def run_of(manifest: Manifest) -> str | None:
-    """The id of the run that wrote a checkpoint, where it says so."""
-    run = manifest.training_state.get("run")
-    return run.get("id") if isinstance(run, Mapping) else None
 
 
 def newest_own(

@@ -16,10 +16,10 @@ from checkpointing import (
     list_steps,
     load_manifest,
     open_store,
+    run_of,
     verify_checkpoint,
 )
 from elastic import HealthConfig
-from elastic.protocol.run_identity import run_of
 from tests.support.data_plane import full_parameters, run_layout
 from tests.support.frozen_model import FROZEN, TRAINED, frozen_train, initial
 from tests.support.tiny import tiny_trainer

@@ -34,7 +34,7 @@ def stay_near(uuid: str, root: Path = Path("/")) -> Set[int] | None:
     """
     chosen = plan_affinity(
         os.sched_getaffinity(0),
-        parse_cpus(_text(root / "sys/devices/system/cpu/online")),
+        parse_cpus(text_of(root / "sys/devices/system/cpu/online")),
         cpus_near(uuid, root),
     )
     if chosen is not None:
@@ -45,9 +45,9 @@ def stay_near(uuid: str, root: Path = Path("/")) -> Set[int] | None:
 def cpus_near(uuid: str, root: Path = Path("/")) -> Set[int]:
     """The CPUs of the NUMA node that a GPU hangs on; none, where the machine does not tell."""
     for file in (root / "proc/driver/nvidia/gpus").glob("*/information"):
-        if re.search(rf"^GPU UUID:\s*GPU-{re.escape(uuid)}\s*$", _text(file), re.MULTILINE):
+        if re.search(rf"^GPU UUID:\s*GPU-{re.escape(uuid)}\s*$", text_of(file), re.MULTILINE):
             device = root / "sys/bus/pci/devices" / file.parent.name.lower()
-            return parse_cpus(_text(device / "local_cpulist"))
+            return parse_cpus(text_of(device / "local_cpulist"))
     return frozenset()
 
 
@@ -57,7 +57,8 @@ def parse_cpus(text: str) -> Set[int]:
     return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
+    """What is in a file of the kernel's; nothing where it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except OSError:

@@ -283,12 +283,9 @@ def test_with_the_last_state_lost_a_run_that_is_to_end_does_so_at_once() -> None
 
 def test_a_coordinator_started_anew_knows_that_the_run_is_to_end() -> None:
     group = Group(replicas=1)
-    standing = Standing(
-        identity=Identity(worker="a0", rank=0, node="n", pid=1),
-        formed=1, built=True, generation=3, replicas=1, lanes=(0,), proven=True,
-    )  # fmt: skip
+    last = standing("a0", 1, built=True, proven=True)
     group.membership.resume(
-        [standing], generation=3, restored=1, formations=1, recorded=5, began=5,
+        [last], generation=3, restored=1, formations=1, recorded=5, began=5,
         winding_down=True, until=5,
     )  # fmt: skip
     assert group.advance() == Effects(), "its roster is the last"
@@ -300,12 +297,9 @@ def test_a_coordinator_started_anew_knows_that_the_run_is_to_end() -> None:
 def test_a_last_roster_that_is_in_no_record_is_made_again() -> None:
     """Its workers have done all that they were told to, and the coordinator waited for more."""
     group = Group(replicas=1)
-    standing = Standing(
-        identity=Identity(worker="a0", rank=0, node="n", pid=1),
-        formed=1, built=True, generation=3, replicas=1, lanes=(0,), proven=True,
-    )  # fmt: skip
+    last = standing("a0", 1, built=True, proven=True)
     group.membership.resume(
-        [standing], generation=3, restored=1, formations=1, recorded=5, began=4, winding_down=True
+        [last], generation=3, restored=1, formations=1, recorded=5, began=4, winding_down=True
     )
     group.membership.progress.checkpointed(5)
     group.built["a0"], group.generations["a0"] = 1, 3
