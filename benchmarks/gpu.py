@@ -44,6 +44,7 @@ from benchmarks._gpu_loops import SYSTEMS, Skipped
 from benchmarks._gpu_models import Workload, differences, flops_per_token
 from benchmarks._gpu_recovery import measure_recovery
 from tests.support.fabric import check_fork
+from trainer.backend import nccl_settings
 from trainer.dryrun.rank import dry_run
 from trainer.errors import ConfigError
 from trainer.peaks import peak_flops
@@ -313,6 +314,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    nccl_settings.settle(os.environ)  # as in a worker; CUDA reads it once
     add, here = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
     add("--part", type=int, choices=range(1, 7), help="only this one (default: all)")
     add("--device", choices=["cpu", "cuda"], default=here, help=f"(default {here})")

@@ -27,6 +27,11 @@ instructions divide it: the tail of a kernel may round otherwise."""
 _ROW = 16
 """Numbers: what Triton's vector loads need to divide a size."""
 
+_LEAST = 2 * _ROW
+"""Numbers that a compiled update has at least: torch.compile makes another graph for one row. So it
+has one graph for all sizes, which a trial on small tensors has seen, and no tail that may round
+otherwise."""
+
 _LOW_BITS = 0xFFFF
 """Of a float32: what a bfloat16 has not."""
 
@@ -93,11 +98,19 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     def _step_compiled(self, update: Callable[..., Any], group: dict[str, Any]) -> None:
         settings = self._settings(group)
-        for param in group["params"]:
-            state = self.state[param]
-            whole = (param, param.grad, *(state[moment] for moment in MOMENTS))
-            if param.numel():
-                update(*(_in_rows(tensor) for tensor in whole), *settings)
+        for *numbers, _ in self._pieces(group["params"]):
+            size = numbers[0].numel()
+            end = size // _ROW * _ROW if size >= _LEAST else 0
+            if end:
+                update(*(_rows(tensor[:end]) for tensor in numbers), *settings)
+            if end < size:
+                rest = [tensor[end:] for tensor in numbers]
+                padded = [_padded(tensor) for tensor in rest]
+                update(*map(_rows, padded), *settings)
+                for tensor, updated in zip(rest, padded, strict=True):
+                    tensor.copy_(updated[: size - end])
+        # autograd is to notice a backward over weights that were updated after their forward
+        torch.autograd.graph.increment_version(group["params"])
 
     def _settings(self, group: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """What an update of any number of a group needs, on the device: a number in the code would
@@ -117,20 +130,27 @@ class RoundedAdamW(torch.optim.Optimizer):
         for moment in MOMENTS:
             state[moment] = torch.zeros_like(param, dtype=self._moment_dtype)
 
-    def _batches(self, params: list[nn.Parameter]) -> Iterator[list[Piece]]:
-        """All numbers, `_AT_ONCE` of them at most in each."""
-        batch: list[Piece] = []
-        room = _AT_ONCE
+    def _pieces(self, params: list[nn.Parameter]) -> Iterator[Piece]:
+        """All numbers, each piece of one parameter, with `_AT_ONCE` of them at most. A kernel that
+        is compiled takes a copy of a gradient that does not begin at a multiple of 16 bytes."""
         for param in params:
             assert param.grad is not None
             state = self.state[param]
             whole = (param, param.grad, *(state[moment] for moment in MOMENTS))
             for piece in zip(*(t.view(-1).split(_AT_ONCE) for t in whole), strict=True):
-                if piece[0].numel() > room:
-                    yield batch
-                    batch, room = [], _AT_ONCE
-                batch.append((*piece, state["step"]))
-                room -= piece[0].numel()
+                if piece[0].numel():
+                    yield (*piece, state["step"])
+
+    def _batches(self, params: list[nn.Parameter]) -> Iterator[list[Piece]]:
+        """All numbers, `_AT_ONCE` of them at most in each."""
+        batch: list[Piece] = []
+        room = _AT_ONCE
+        for piece in self._pieces(params):
+            if piece[0].numel() > room:
+                yield batch
+                batch, room = [], _AT_ONCE
+            batch.append(piece)
+            room -= piece[0].numel()
         if batch:
             yield batch
 
@@ -216,15 +236,18 @@ def update(
     second.copy_(square)
 
 
-def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Its numbers, for a kernel of any size: that `_ROW` divides it, where it does, is in the
-    kernel, which then loads as many at once as the device can. Otherwise it would load each by
-    itself. `data`, as a graph depends on what a view is of."""
-    if tensor.numel() % _ROW:
-        return tensor.view(-1).data
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat tensor, for a kernel of any size: that `_ROW` divides it is in the kernel, which then
+    loads as many numbers at once as the device can. Otherwise it would load each by itself. `data`,
+    as a graph depends on what a view is of."""
     rows = tensor.view(-1, _ROW).data
     torch._dynamo.mark_static(rows, 1)
     return rows
+
+
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of fewer than `_LEAST` numbers, with zeros behind them."""
+    return torch.cat([tensor, tensor.new_zeros(_LEAST - tensor.numel())])
 
 
 @cache

@@ -37,8 +37,9 @@ AT_LEAST = {
     "TORCH_FR_BUFFER_SIZE": 2000,
     # Hardware queues, 32 at most. A stream that shares one waits there for what others have put
     # before it. Ranks launch a bucket's sum at different places among the collectives of their
-    # replica, so each could wait for another in a circle, with nobody lost. CUDA takes 8 for the
-    # dozen streams of a worker; clusters export 1 for frameworks that rely on one order.
+    # replica, so each could wait for another in a circle, with nobody lost. CUDA takes 8;
+    # clusters export 1 for frameworks that rely on one order. It makes that rare and no more:
+    # which streams share a queue is the driver's to say.
     "CUDA_DEVICE_MAX_CONNECTIONS": 32,
 }
 """Name -> the least number."""

@@ -20,6 +20,7 @@ import torch
 
 from checkpointing import TensorSlice, plan_places
 from trainer.engine.shared_copy import HEADER_BYTES, stamp
+from trainer.streams import stream_for
 
 _numbers = itertools.count(1)
 
@@ -81,7 +82,7 @@ class HostBuffer:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._bytes.zero_()  # the kernel gives the pages now and not in the first save
         self._pinned = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._pinned else None
+        self._stream = stream_for("save", device) if self._pinned else None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="save copy")
         if self._pinned:
             _pin(self._bytes)

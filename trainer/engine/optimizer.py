@@ -19,9 +19,12 @@ from trainer.rounded_adamw import RoundedAdamW
 
 _SHAPES = {"matrix": (32, 32), "vector": (64,), "other": (32,)}
 """Of the trial's parameters. Vector instructions divide them and their parts: the tail of a kernel
-may round otherwise. The compiled update of bfloat16 state has one graph for all of them."""
+may round otherwise. The compiled update of bfloat16 state has one graph for all sizes."""
 _PARTS: dict[str, Any] = {"matrix": (slice(16), slice(16)), "vector": slice(32), "other": slice(0)}
 """What one worker would have of them; of the last one nothing."""
+_COMPILED_FOR = (512, 512)
+"""The matrix, where the update is compiled. The compiler sees it first, and chooses by its size how
+many numbers a thread has: of a small one they would be too few for vector loads."""
 _RATES = (0.01, 0.0, 0.02)
 """Learning rates of the trial's steps."""
 
@@ -164,11 +167,12 @@ class _Trial:
     def __init__(self, config: Optimizer, device: torch.device | str, compiled: Compile) -> None:
         self._config, self._compiled = config, compiled
         generator = torch.Generator().manual_seed(1)
+        shapes = _SHAPES if compiled == "off" else {**_SHAPES, "matrix": _COMPILED_FOR}
 
         def random(dtype: torch.dtype) -> _Tensors:
             return {
                 name: torch.randn(shape, generator=generator).to(device, dtype)
-                for name, shape in _SHAPES.items()
+                for name, shape in shapes.items()
             }
 
         self._weights = random(getattr(torch, master_dtype(config)))

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer.streams import stream_for
+
 
 class Flight(Protocol):
     """A copy under way, which keeps both its ends alive."""
@@ -131,7 +133,8 @@ class StreamMemory(HostMemory):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._out = stream_for("offload out", device)
+        self._back = stream_for("offload back", device)
 
     def _new(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

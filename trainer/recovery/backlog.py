@@ -51,7 +51,7 @@ class Backlog:
     def keep(self, commit: Commit, gradient: torch.Tensor) -> None:
         """Adds a step, with a copy of its gradient."""
         if not self._stages:
-            self._stages = [Stage(gradient.device) for _ in range(_COPYING_THREADS)]
+            self._stages = [Stage(gradient.device, number) for number in range(_COPYING_THREADS)]
         self._kept.append((commit, copy_to_host(gradient, self._stages)))
         self.bytes += gradient.nbytes
 

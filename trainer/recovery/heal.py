@@ -27,8 +27,9 @@ from trainer.engine.engine import Engine
 from trainer.errors import GroupError, HealError
 from trainer.recovery.backlog import Backlog
 from trainer.recovery.heal_wire import Facts, Meeting, Place, Sockets, Stream, enter, receive_block
-from trainer.recovery.state_blocks import Block, beside_the_current, cut, flat_state
+from trainer.recovery.state_blocks import Block, cut, flat_state
 from trainer.replication.step_commit import Commit
+from trainer.streams import stream_for
 
 _CATCH_UP_SHARE = 0.5
 """Of a step's time that a newcomer applies kept steps in: its peers wait for it in the reduce."""
@@ -73,7 +74,9 @@ class Newcomer:
         self._failure: str | None = None
         self._failed = False
         engine.state.await_copy()  # of a save before this worker lost its state
-        self._stream = beside_the_current(engine.device)
+        self._stream = stream_for("heal", engine.device) if engine.device.type == "cuda" else None
+        if self._stream is not None:  # on the current one threads would wait for the whole step
+            self._stream.wait_stream(torch.cuda.current_stream(engine.device))
         self._thread = threading.Thread(target=self._run, name="heal-target", daemon=True)
         self._thread.start()
 

@@ -100,7 +100,7 @@ class Source:
     def _start_copy(
         self, number: int, blocks: deque[Block], device: torch.device
     ) -> threading.Thread:
-        stage = Stage(device)
+        stage = Stage(device, number)
         stage.follow()
         queues = [queue for stream, queue in self._unserved.items() if stream.number == number]
         return self._start("heal-copy", partial(self._copy, stage, blocks, queues))

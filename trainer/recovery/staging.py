@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from trainer.recovery.state_blocks import BLOCK_BYTES, Block, cut
+from trainer.streams import stream_for
 
 
 class Stage:
@@ -21,11 +22,12 @@ class Stage:
 
     Args:
         device: where copies come from.
+        number: of those that copy beside each other.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, number: int) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = stream_for(f"stage {number}", device) if device.type == "cuda" else None
         self._pinned: torch.Tensor | None = None
 
     def follow(self) -> None:

@@ -46,13 +46,3 @@ def cut(state: Iterable[torch.Tensor]) -> list[Block]:
             blocks[-1].views.append(view)
             room -= view.numel()
     return blocks
-
-
-def beside_the_current(device: torch.device) -> torch.cuda.Stream | None:
-    """On CUDA a stream for a heal's threads, after what is queued now: on the current one they
-    would wait for all that the training queues. None on a CPU."""
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return stream

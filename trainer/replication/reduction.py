@@ -95,6 +95,7 @@ class Reduction:
         """
         self._marks.append((stop, self._cross.mark()))
         with suppress(CrossGroupLost), self._cross.in_backward(), self._cross.on_stream():
+            self._cross.check()  # after a loss no memory is taken for what will not begin
             self._begin(stop)
             self._advance()
 

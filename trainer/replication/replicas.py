@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -31,18 +30,11 @@ from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
 from trainer.errors import CrossGroupLost, GroupError
 from trainer.replication.lanes import blocks_of
+from trainer.streams import stream_for
 
 EXCHANGE, GATHER = 0, -1
 """Channels. On Gloo each has a process group of its own, so collectives of different channels may
 be issued in any order. On NCCL they share one."""
-
-
-@cache
-def _stream_of(device: torch.device) -> Any:
-    """The stream of all cross groups of this process, one after the other. On CUDA the allocator
-    keeps what was freed for the stream that it was taken on: with a stream for each group, nobody
-    would get it any more."""
-    return torch.get_device_module(device).Stream()
 
 
 class Flight(NamedTuple):
@@ -96,7 +88,9 @@ class CrossGroup:
         self._in_backward = self._device_failed = False
         self._timeout_s = rendezvous.timeout_s
         self._streams = torch.get_device_module(self._device)
-        self.stream = _stream_of(self._device)
+        # That of each group before: on CUDA the allocator keeps what was freed for the stream that
+        # it was taken on, and from another's nobody would get it any more.
+        self.stream = stream_for("cross", self._device)
         if self.size > 1:
             self._join(rendezvous, prefix, device)
 

@@ -3,6 +3,7 @@ computed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,14 @@ STORED = [
     replace(CONFIG, master_dtype="bfloat16", moment_dtype="float32"),
 ]
 """What is bfloat16: the moments, all of it, the parameters."""
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_others() -> Iterator[None]:
+    """Each way to store has three, and dynamo makes eight of one function. A run has one way."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def gradients(step: int) -> torch.Tensor:
@@ -127,15 +136,58 @@ def test_compiled_it_has_one_graph_for_slices_of_all_forms(monkeypatch: pytest.M
     graphs = Counting()
     compiled = torch.compile(rounded_adamw.update, fullgraph=True, dynamic=True, backend=graphs)
     monkeypatch.setattr(rounded_adamw, "_compiled_update", lambda required: compiled)
-    torch._dynamo.reset()
     try_optimizer(STORED[1], compiled="require")
-    params = {str(shape): as_leaf(torch.ones(shape).bfloat16()) for shape in [(8, 4, 16), (96,)]}
+    shapes = [(8, 4, 16), (96,), (16,), (7,), (1,), (), (0, 5), (9, 77)]
+    params = {str(shape): as_leaf(torch.ones(shape).bfloat16()) for shape in shapes}
     optimizer = SliceOptimizer(STORED[1], params, torch.zeros(()), "require")
     for param in params.values():
         param.grad = torch.ones(param.shape)
     optimizer.step(1e-3)
-    torch._dynamo.reset()
     assert graphs.graphs == 1 and graphs.calls > 10
+
+
+def test_compiled_it_takes_large_slices_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel copies a gradient that is not aligned: of a piece, not of a whole table."""
+    sizes = list[int]()
+
+    def update(param: torch.Tensor, *_: torch.Tensor) -> None:
+        sizes.append(param.numel())
+
+    monkeypatch.setattr(rounded_adamw, "_compiled_update", lambda required: update)
+    monkeypatch.setattr(rounded_adamw, "_AT_ONCE", 64)
+    param = as_leaf(torch.ones(200).bfloat16())
+    param.grad = torch.ones(200)
+    SliceOptimizer(STORED[1], {"weight": param}, torch.zeros(()), "require").step(1e-3)
+    assert sizes == [64, 64, 64, 32]
+
+
+def test_compiled_a_part_of_any_size_comes_out_as_in_the_whole() -> None:
+    """Whichever worker has it."""
+    numbers = torch.randn(101, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+    def updated(start: int, stop: int) -> list[torch.Tensor]:
+        param = as_leaf(numbers[start:stop].clone())
+        optimizer = SliceOptimizer(STORED[1], {"weight": param}, torch.zeros(()), "require")
+        for step in range(3):
+            param.grad = gradients(step)[start:stop].clone()
+            optimizer.step(1e-2)
+        return [param.detach(), *(each["weight"] for each in optimizer.moments.values())]
+
+    whole = updated(0, 101)
+    assert not torch.equal(whole[0], numbers)
+    for start, stop in [(0, 1), (1, 17), (17, 33), (33, 84), (84, 101)]:
+        for part, all_of_it in zip(updated(start, stop), whole, strict=True):
+            assert torch.equal(part, all_of_it[start:stop]), (start, stop)
+
+
+def test_a_backward_over_weights_that_were_updated_meanwhile_is_noticed() -> None:
+    param = as_leaf(torch.ones(32, dtype=torch.bfloat16))
+    optimizer = SliceOptimizer(STORED[1], {"weight": param}, torch.zeros(()), "require")
+    loss = param.square().sum()
+    param.grad = torch.ones(32)
+    optimizer.step(1e-3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def code_of_update(monkeypatch: pytest.MonkeyPatch, numbers: int) -> str:
@@ -152,13 +204,11 @@ def code_of_update(monkeypatch: pytest.MonkeyPatch, numbers: int) -> str:
     monkeypatch.setattr(GraphLowering, "compile_to_module", keep)
     param = as_leaf(torch.ones(numbers, dtype=torch.bfloat16))
     param.grad = torch.ones(numbers)
-    torch._dynamo.reset()
     with (
         settings.patch({"force_disable_caches": True, "cpp.simdlen": 0}),  # no compiler is asked
         pytest.raises(Exception, match="InterruptedError"),
     ):
         SliceOptimizer(STORED[1], {"weight": param}, torch.zeros(()), "require").step(1e-3)
-    torch._dynamo.reset()
     return codes[0]
 
 

@@ -10,6 +10,7 @@ import torch
 from trainer.recovery import staging
 from trainer.recovery.staging import Stage, copy_to_host
 from trainer.recovery.state_blocks import BLOCK_BYTES, Block
+from trainer.streams import stream_for
 
 CPU = torch.device("cpu")
 
@@ -18,9 +19,21 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("threads", [1, 4])
 def test_a_copy_is_whole(count: int, threads: int) -> None:
     flat = torch.arange(count, dtype=torch.float32)
-    copied = copy_to_host(flat, [Stage(CPU) for _ in range(threads)])
+    copied = copy_to_host(flat, [Stage(CPU, number) for number in range(threads)])
     assert copied.dtype == flat.dtype and torch.equal(copied, flat)
     assert count == 0 or copied.data_ptr() != flat.data_ptr()
+
+
+def test_heals_use_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32 for all that a process does, and never takes one back."""
+    made = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
+    stream_for.cache_clear()
+    for _ in range(10):
+        for number in range(4):
+            Stage(torch.device("cuda", 0), number)
+    stream_for.cache_clear()
+    assert len(made) == 4
 
 
 def test_its_blocks_are_copied_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,4 +45,4 @@ def test_its_blocks_are_copied_beside_each_other(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(staging.Stage, "copy", met)
     flat = torch.arange(6 * BLOCK_BYTES, dtype=torch.uint8)
-    assert torch.equal(copy_to_host(flat, [Stage(CPU) for _ in range(3)]), flat)
+    assert torch.equal(copy_to_host(flat, [Stage(CPU, number) for number in range(3)]), flat)

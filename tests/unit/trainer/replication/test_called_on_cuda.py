@@ -238,6 +238,22 @@ def test_backward_asks_no_collective_for_its_end_after_a_call() -> None:
     assert len(begun) == 1
 
 
+def test_backward_takes_no_memory_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, the allocator would wait for the stream that waits for the peer."""
+    cross = posing_group([])
+    cross.size, cross.rank, cross.total_lanes = 2, 0, 2
+    cross.lanes, cross.blocks = [(0,), (1,)], [((0, 1),), ((1, 2),)]
+    cross._lost = "a peer is gone"
+    into = torch.zeros(8).as_subclass(OnCuda)
+    taken = list[int]()
+    monkeypatch.setattr(Reduction, "_find_memory", lambda self, count, like: taken.append(count))
+    reduction = Reduction(cross, {(0, 1): into}, into, [8], exact=True)
+    reduction.start(8)
+    with pytest.raises(CrossGroupLost, match="a peer is gone"):
+        reduction.finish()
+    assert taken == []
+
+
 @pytest.mark.parametrize("how", ["called away", "failed"])
 def test_a_loss_in_backward_is_left_after_it(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The abort begins at once, and backward does not wait for it: it may wait for what the replica

@@ -1,0 +1,21 @@
+"""The streams of a process, one for each kind of work beside the computing.
+
+torch has 32 streams of a device and deals them out in turn: it never takes one back, and the 33rd
+is the first again. With a new one for each heal and save, a few faults later copies would lie on
+the stream of a process group and wait for all that is queued there
+(github.com/NVIDIA/Megatron-LM issue 6643).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def stream_for(work: str, device: torch.device) -> Any:
+    """The stream of a kind of work, always the same. On a CPU, where all is done at once, one that
+    does nothing."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
