@@ -1,13 +1,14 @@
 # One word per chore. Each target sets up what it needs; `make` alone says what there is.
 
 PYTHON ?= python3
+PACKAGES := g++ iproute2 nftables prometheus
 BIN := .venv/bin
 READY := .venv/.ready
 # What `make demo` does to the run; `make demo ARGS=--help` lists the choices.
 ARGS ?= --fault kill@60 --resume never
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-runs test-slow test-soak check docs bench gpu-tiny clean
+.PHONY: help demo test test-unit test-runs test-slow test-soak check docs bench gpu-tiny packages clean
 
 help:  ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +50,10 @@ bench: $(READY)  ## every benchmark; each prints one JSON object as its last lin
 
 gpu-tiny: $(READY)  ## the GPU benchmark's code, with a tiny model on the CPU
 	$(BIN)/python -m benchmarks.gpu --device cpu --tiny
+
+packages:  ## Debian's packages without which some tests are skipped; as root
+	@dpkg -s $(PACKAGES) >/dev/null 2>&1 || \
+		{ apt-get -qq update && apt-get -qq install -y --no-install-recommends $(PACKAGES); }
 
 clean:  ## remove the environment, caches and runs
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis runs build *.egg-info
