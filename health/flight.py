@@ -3,7 +3,8 @@ have not ended. Pure.
 
 What is recorded was looked at on torch 2.13 (`docs/run-directory.md`): every group on Gloo, also
 those made by hand. There an entry's `state` stays "scheduled", and `retired` says whether it has
-ended. Of NCCL's groups nothing is read (`trainer/backend/flight_recorder.py`).
+ended. Of NCCL's groups there is the latest collective of each, of which that is not known
+(`trainer/backend/flight_recorder.py`).
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def number_of(entry: _Entry) -> int:
 
 
 def has_ended(entry: _Entry) -> bool:
-    """Whether the worker waits in it no more."""
+    """Whether it is known that the worker waits in it no more."""
     return bool(entry["retired"]) or entry["state"] == "completed"
 
 
 def find_pending(trace: str) -> list[dict[str, Any]]:
-    """The collectives of a recording that have not ended, the oldest first: `group`, `what`, its
-    `number` in the group, and the `sizes` that went in."""
+    """The collectives of a recording that are known not to have ended, the oldest first: `group`,
+    `what`, its `number` in the group, and the `sizes` that went in."""
     return [
         {
             "group": " ".join(filter(None, one["process_group"])) or NO_NAME,
@@ -63,5 +64,5 @@ def find_pending(trace: str) -> list[dict[str, Any]]:
             "sizes": one["input_sizes"],
         }
         for one in entries_of(trace)
-        if not has_ended(one)
+        if not has_ended(one) and one["retired"] is not None
     ]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -245,15 +245,55 @@ def collectives_begun() -> int:
 
 def _count_collectives() -> int:
     try:
-        backends: Any = {
-            group._get_backend(torch.device(mesh.device_type)): None  # of each group once
-            for mesh in _meshes
-            for group in mesh.get_all_groups()
-        }
-        collectives = sum(each._get_sequence_number_for_group() for each in backends)
+        collectives = sum(each._get_sequence_number_for_group() for each in _mesh_backends())
         return collectives + batches_begun() - _batches_before  # of these NCCL keeps no number
     except (RuntimeError, AssertionError):  # in the making
         return 0
+
+
+def _mesh_backends() -> dict[Any, Any]:
+    """Those of the replica's meshes, each once, with a group that it is of."""
+    return {
+        group._get_backend(torch.device(mesh.device_type)): group
+        for mesh in _meshes
+        for group in mesh.get_all_groups()
+    }
+
+
+class Begun(NamedTuple):
+    """What a worker has done in one of its groups."""
+
+    group: str
+    """Its name: the same on all its workers."""
+    description: str
+    """What it is, and the prefix that its workers have met under."""
+    collectives: int
+    """That it has begun there."""
+
+
+def begun_in_each_group() -> list[Begun]:
+    """Of the replica's groups and, on NCCL, those across replicas. Called from any thread. c10d
+    keeps these numbers: no device is asked. Nothing while the replica's groups are made or left."""
+    if not _ending.acquire(blocking=False):
+        return []
+    try:
+        of_replica = _mesh_backends()
+        for mesh in _meshes:
+            whole = dist.group.WORLD
+            of_replica[whole._get_backend(torch.device(mesh.device_type))] = whole
+        across = [(group, group.options.group_name) for group in tuple(_cross_groups)]
+        return [
+            *(_begun(each, of.group_name, of.group_desc) for each, of in of_replica.items()),
+            *(_begun(group, CROSS, description) for group, description in across),
+        ]
+    except (RuntimeError, AssertionError):  # in the making
+        return []
+    finally:
+        _ending.release()
+
+
+def _begun(backend: Any, name: str, description: str) -> Begun:
+    return Begun(name, description, backend._get_sequence_number_for_group())
 
 
 def leave_replica_group() -> None:
@@ -360,6 +400,7 @@ def _name_raw_group(group: Any, store: Store, name: str, prefix: str, device: De
     named._register_backend(torch.device(device), kind, group)
     named._set_group_name(name)
     _describe(named, CROSS, prefix)
+    group.options.group_name = named.group_desc  # a backend does not say what it is
 
 
 def _describe(group: Any, what: str, prefix: str) -> None:
