@@ -279,7 +279,7 @@ def begun_in_each_group() -> list[Begun]:
     try:
         of_replica = _mesh_backends()
         for mesh in _meshes:
-            whole = dist.group.WORLD
+            whole: Any = dist.group.WORLD
             of_replica[whole._get_backend(torch.device(mesh.device_type))] = whole
         across = [(group, group.options.group_name) for group in tuple(_cross_groups)]
         return [
