@@ -1,6 +1,6 @@
 """What runs in every Ray Train worker: join, build, train, regroup.
 
-    hello ──► with `compile`: a rehearsal ──► join
+    hello ──► on GPUs, or with `compile`: a rehearsal ──► join
     join ──► Build: take a slot in a new replica ──► join
          ──► Run: a part of a roster: heal or restore, train ──► join
          ──► Leave: let go of the replica, keep the state ──► join
@@ -156,9 +156,10 @@ class Worker:
         )
 
     def rehearse(self) -> None:
-        """Compiles while nobody waits for this worker, and a spare before it has a place."""
+        """Compiles while nobody waits for this worker, and a spare before it has a place. A device
+        gets its kernels so, too: in a first step the peers would wait while they are loaded."""
         job = self.job
-        if job.train.compile != "off":
+        if job.train.compile != "off" or job.scaling.device == "cuda":
             self.link.at_step(NO_STEP, "compile")
             rehearse(
                 job.task,

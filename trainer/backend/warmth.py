@@ -8,7 +8,7 @@ from trainer.backend.groups import Device, torch_device
 
 
 def warm_device(device: Device) -> None:
-    """Has what the first step would wait for: on CUDA the context, cuBLAS with its workspace, the
+    """Has what a rehearsal would wait for: on CUDA the context, cuBLAS with its workspace, the
     first kernels, and the allocator's first memory. Every worker calls it when it starts."""
     numbers = torch.zeros(64, 64, device=torch_device(device))
     for kind in (torch.float32, torch.bfloat16):
