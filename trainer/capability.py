@@ -3,6 +3,7 @@ may have several kinds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError
@@ -15,7 +16,30 @@ BFLOAT16 = (8, 0)
 FLOAT8 = (8, 9)
 """And that multiplies in 8 bits."""
 
+_OF_KINDS = {
+    "K80": (3, 7),
+    "P100": (6, 0),
+    "P4": (6, 1),
+    "V100": (7, 0),
+    "T4": (7, 5),
+    "A100": (8, 0),
+    "A100-40G": (8, 0),
+    "A100-80G": (8, 0),
+    "A10G": (8, 6),
+}
+"""Ray's name of a GPU -> its compute capability, of those that cannot do all."""
+
 _KNOWN = {BFLOAT16: "A100, L4, H100, H200", FLOAT8: "L4, H100, H200"}
+
+
+def all_older(kinds: Sequence[str], oldest: tuple[int, int]) -> bool:
+    """Whether each GPU of a cluster has less than a compute capability. Pure.
+
+    Args:
+        kinds: Ray's names of them. Of one that is not known nothing is said.
+        oldest: what is needed.
+    """
+    return bool(kinds) and all(_OF_KINDS.get(kind, oldest) < oldest for kind in kinds)
 
 
 def check_capability(

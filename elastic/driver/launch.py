@@ -23,6 +23,7 @@ from elastic.driver.observer import Observer
 from elastic.driver.preparing import prepare_task
 from elastic.driver.resources import (
     check_device,
+    check_kinds,
     check_tensor_groups,
     find_unused,
     wait_for_workers,
@@ -53,7 +54,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import SupervisorApi
-from elastic.ray_compat.autoscaler import most_on_a_node
+from elastic.ray_compat.autoscaler import may_bring_nodes, most_on_a_node
 from elastic.ray_compat.cluster import (
     accelerator_types,
     connect,
@@ -201,6 +202,8 @@ class Launch:
         if self.scaling.device == "cuda":
             connect()
             check_device(self.scaling)
+            if not may_bring_nodes():
+                check_kinds(self.train, accelerator_types())
             if isinstance(self.train.task, CausalLM):
                 self.train.task.check_gpu(self.train)
         identity, snapshot = identify(paths), self._find_snapshot(paths)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 
 from elastic.config import ScalingConfig, WorkerPlan, plan_workers
 from elastic.errors import ResourcesError
 from elastic.ray_compat.autoscaler import may_bring_nodes, most_on_a_node, resources_per_node
 from elastic.ray_compat.cluster import available_per_node
 from elastic.ray_compat.groups import Demand
+from trainer.capability import BFLOAT16, FLOAT8, all_older
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.errors import ConfigError
+from trainer.float8.config import Float8
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,35 @@ def check_device(scaling: ScalingConfig) -> None:
             "no node of the cluster has a GPU, and there is no autoscaler that could bring one",
             "Use 'cpu', or add nodes with GPUs (Ray counts them: `ray status`)",
         )
+
+
+def check_kinds(train: TrainConfig, kinds: Sequence[str]) -> None:
+    """What no GPU of the cluster can compute is refused before anything starts. Where some can, or
+    may come, each worker asks its own. Pure.
+
+    Args:
+        train: what is asked for.
+        kinds: Ray's names of the cluster's GPUs.
+
+    Raises:
+        ConfigError: all of them are too old for it.
+    """
+    there = f"the cluster's GPUs are {', '.join(kinds)}, and"
+    if train.precision == "bfloat16" and all_older(kinds, BFLOAT16):
+        raise ConfigError(
+            "train.precision",
+            train.precision,
+            f"{there} bfloat16 needs A100, L4 or newer ones",
+            "Use 'float32', or other machines",
+        )
+    for converter in train.converters:
+        if isinstance(converter, Float8) and all_older(kinds, FLOAT8):
+            raise ConfigError(
+                "train.converters",
+                converter,
+                f"{there} an 8-bit product needs L4, H100 or newer ones",
+                "Leave it out, or use other machines",
+            )
 
 
 def find_unused(scaling: ScalingConfig, train: TrainConfig, gpus: float) -> list[str]:

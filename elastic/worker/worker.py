@@ -68,7 +68,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.warmth import warm_device
 from trainer.dryrun.machines import COMMUNICATOR_BYTES
 from trainer.engine.engine import Engine
-from trainer.errors import CompileError, GroupError, NonFiniteError
+from trainer.errors import CompileError, ConfigError, GroupError, NonFiniteError
 from trainer.loop.compile_ahead import compile_ahead, rehearse
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.profiling import StepProfiler
@@ -190,8 +190,8 @@ class Worker:
                 self.recover(*failure)
 
     def follow(self, answer: Build | Run) -> tuple[str, Cause] | None:
-        """Does what the coordinator asks. Returns the traceback where an exception ended it, and
-        the cause where no peer is lost."""
+        """Does what the coordinator asks. Returns the traceback where an exception ended it, or the
+        words of one that is about the settings, and the cause where no peer is lost."""
         self.rendezvous = self.rendezvous_at(answer)
         try:
             if isinstance(answer, Build):
@@ -200,6 +200,8 @@ class Worker:
                 self.train(answer)
         except (CompileError, NonFiniteError) as error:
             self.link.fail(str(error), USER_ERROR)  # all workers would come to the same
+        except ConfigError as error:  # another machine may do
+            return str(error), USER_ERROR
         except Exception as error:
             return traceback.format_exc(), _CAUSES[origin_of(error)]
         return None

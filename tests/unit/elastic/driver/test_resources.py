@@ -1,12 +1,21 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from elastic import Float8
 from elastic.config import ScalingConfig
-from elastic.driver.resources import count_fitting, find_unused, plan_tensor_groups
+from elastic.driver.resources import (
+    check_kinds,
+    count_fitting,
+    find_unused,
+    plan_tensor_groups,
+)
+from tests.support.small_llama import small_train
 from trainer.config import TrainConfig
+from trainer.errors import ConfigError
 
 CPU = ScalingConfig(cpus_per_worker=1)
 GPU = ScalingConfig(device="cuda", cpus_per_worker=4)
@@ -40,6 +49,27 @@ def test_a_tensor_group_that_no_node_holds_is_told(tensor: int, room: int, said:
     fact = plan_tensor_groups(tensor, room)
     assert (fact is not None) == said
     assert fact is None or f"more than {room} workers" in fact
+
+
+@pytest.mark.parametrize(
+    ("kinds", "asked", "refused"),
+    [
+        (["T4", "V100"], {"precision": "bfloat16"}, "GPUs are T4, V100, and bfloat16 needs"),
+        (["T4", "A100"], {"precision": "bfloat16"}, None),
+        (["T4"], {}, None),
+        ([], {"precision": "bfloat16"}, None),
+        (["R300"], {"precision": "bfloat16", "converters": (Float8(),)}, None),
+        (["A100-40G"], {"converters": (Float8(),)}, "GPUs are A100-40G, and an 8-bit product"),
+        (["A100-40G", "H100"], {"converters": (Float8(),)}, None),
+    ],
+)
+def test_what_no_gpu_of_the_cluster_computes_is_refused(
+    kinds: list[str], asked: dict[str, Any], refused: str | None
+) -> None:
+    train = small_train(**asked)
+    outcome = nullcontext() if refused is None else pytest.raises(ConfigError, match=refused)
+    with outcome:
+        check_kinds(train, kinds)
 
 
 @pytest.mark.parametrize(
