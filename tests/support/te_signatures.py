@@ -1,21 +1,19 @@
 """Reads the signatures of Transformer Engine's classes and functions that we call, without
-importing it: `python -m tests.support.te_signatures CHECKOUT >
-tests/unit/trainer/te/signatures.json`.
+importing it, from its wheels (`pip download --no-deps transformer-engine==2.20.2`):
+`python -m tests.support.te_signatures WHEEL ... > tests/unit/trainer/te/signatures.json`.
 
-CHECKOUT is a Git repository of NVIDIA/TransformerEngine. Only names of parameters, their kinds and
-whether they have a default are kept; the project is under the Apache License 2.0.
+Only names of parameters, their kinds and whether they have a default are kept; the project is under
+the Apache License 2.0.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
+import zipfile
+from pathlib import Path
 from typing import Any
-
-REVISIONS = {"2.18": "v2.18", "2.20.0.dev0": "d0067d0da6cb01811b8072a7d304f0e00344ce2b"}
-"""Version -> tag or commit."""
 
 _ROOT = "transformer_engine/"
 _PLACES = {
@@ -79,29 +77,30 @@ def classes_in(source: str) -> list[str]:
     return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
 
 
-def main() -> None:
-    """Prints the signatures of all revisions as JSON."""
-    checkout = sys.argv[1]
+def read_wheel(path: Path) -> dict[str, Any]:
+    """What a wheel holds of what we call."""
+    with zipfile.ZipFile(path) as wheel:
 
-    def text(revision: str, path: str) -> str:
-        command = ["git", "-C", checkout, "show", f"{revision}:{_ROOT}{path}"]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        def text(place: str) -> str:
+            return wheel.read(_ROOT + place).decode()
 
-    found = {
-        version: {
-            "revision": revision,
+        return {
             "signatures": {
-                name: signature_of(text(revision, path), owner, function)
-                for name, (path, owner, function) in _PLACES.items()
+                name: signature_of(text(place), owner, function)
+                for name, (place, owner, function) in _PLACES.items()
             },
-            "recipes": classes_in(text(revision, _RECIPES)),
+            "recipes": classes_in(text(_RECIPES)),
         }
-        for version, revision in REVISIONS.items()
-    }
+
+
+def main() -> None:
+    """Prints the signatures of all versions as JSON."""
+    wheels = {path.name.split("-")[1]: path for path in map(Path, sys.argv[1:])}
     note = (
-        "Signatures of NVIDIA/TransformerEngine (Copyright (c) 2022-2026, NVIDIA CORPORATION & "
+        "Signatures of NVIDIA's transformer-engine (Copyright (c) 2022-2026, NVIDIA CORPORATION & "
         "AFFILIATES; Apache License 2.0), read by tests/support/te_signatures.py; no code of it."
     )
+    found = {version: read_wheel(wheels[version]) for version in sorted(wheels)}
     print(json.dumps({"note": note, "versions": found}, indent=1))
 
 

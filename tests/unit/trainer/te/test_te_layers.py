@@ -113,8 +113,6 @@ TRAIN = dataclasses.replace(small_train(), precision="bfloat16")
 
 
 def refusal(train: TrainConfig, device: str | None) -> str:
-    task = train.task.plan_model  # the task is the same for all of these
-    del task
     from trainer.dryrun.shape import prepare_shape
 
     with pytest.raises(ConfigError) as error:

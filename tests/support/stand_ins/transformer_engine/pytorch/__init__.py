@@ -122,7 +122,7 @@ _recipes: list[Any] = []
 def autocast(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Layers in the block compute in 8 bits."""
     given = _bind("autocast", *args, **kwargs)
-    assert given["enabled"] and type(given["recipe"]).__name__ in _RECORDED["2.18"]["recipes"]
+    assert given["enabled"] and type(given["recipe"]).__name__ in _RECORDED["2.18.0"]["recipes"]
     _recipes.append(given["recipe"])
     try:
         yield
