@@ -6,6 +6,7 @@ import torch
 
 from trainer.float8.products import Recipe, linear
 from trainer.parallel.own_linear import OwnLinear
+from trainer.parallel.together import Together
 
 
 class Float8Linear(OwnLinear):
@@ -16,6 +17,8 @@ class Float8Linear(OwnLinear):
     """
 
     recipe: Recipe
+    together: Together
+    """Where its weight is gathered in 8 bits: with which others."""
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See OwnLinear."""

@@ -1,17 +1,17 @@
 """A weight's shard that is rounded to 8 bits before the all-gather: half the bytes of bfloat16.
 
-The scale of a whole weight is that of its largest number, which lies in any shard: an all-reduce of
-the maximum, which is exact in any order. The shard is rounded to the dtype of the computation
-first, so the 8 bits are those of a weight that is gathered in that dtype and then scaled: gathering
-in 8 bits changes no bit of a run.
+The scale of a whole weight is that of its largest number, which lies in any shard: the workers tell
+each other their shards' maxima, for all weights that FSDP2 gathers at once in one vector. The shard
+is rounded to the dtype of the computation first, so the 8 bits are those of a weight that is
+gathered in that dtype and then scaled: gathering in 8 bits changes no bit of a run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -23,6 +23,9 @@ from trainer.parallel.own_gather import OwnGather
 
 _E4M3 = torch.float8_e4m3fn
 
+_Answer = tuple[tuple[torch.Tensor], torch.Tensor]
+"""What is gathered of a shard, and the scale's inverse."""
+
 
 class Float8Shard(OwnGather):
     """The shard of a weight of a `Float8Linear`. Every worker of the replica has as many rows."""
@@ -32,17 +35,28 @@ class Float8Shard(OwnGather):
         mesh: DeviceMesh,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
-        module: torch.nn.Module,
+        module: Any,
         policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor], torch.Tensor]:
-        """What is gathered, and the scale's inverse. Called by all workers that share the
-        weight."""
-        shard = self.memory.to(policy.param_dtype or self.memory.dtype)
-        amax = largest(shard, by_row=False).float()
-        if mesh.size() > 1:
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group())
-        scale, inverse = scale_of(amax, _E4M3)
-        return (cast(shard, scale, _E4M3),), inverse
+        """What is gathered, and the scale's inverse. Called by all workers that share the weight,
+        for all weights that are gathered at once.
+
+        Args:
+            mesh: the workers.
+            outer_size: the whole weight's.
+            outer_stride: the whole weight's.
+            module: the `Float8Linear`.
+            policy: has the dtype of the computation.
+        """
+        if mesh.size() == 1:  # each by itself: all that are whole here would take memory at once
+            return _answers([self.memory], policy, lambda own: own)[0]
+        together, workers = module.together, mesh.get_group()
+
+        def prepare(shards: list[torch.Tensor]) -> list[_Answer]:
+            return _answers(shards, policy, lambda own: together.maxima(own, workers))
+
+        answer: _Answer = together.answer(module, prepare)
+        return answer
 
     def fsdp_post_all_gather(
         self,
@@ -54,13 +68,34 @@ class Float8Shard(OwnGather):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The whole weight; where FSDP2 has it already, in `out`, only its scale is new."""
         (data8,) = gathered
-        if out is None:
-            return Float8Weight(data8, inverse, dtype), (data8,)
-        weight: Any = out.to_local() if isinstance(out, DTensor) else out
         if inverse.is_cuda:
             # FSDP2 lets go of it after this, but took its memory on the stream that it gathers on.
             inverse.record_stream(torch.cuda.current_stream())
+        if out is None:  # a copy: an address of its own, as a kernel may want it aligned
+            return Float8Weight(data8, inverse.clone(), dtype), (data8,)
+        weight: Any = out.to_local() if isinstance(out, DTensor) else out
         # A compiled forward keeps this very tensor for backward; the value is the same by then.
         with _unsafe_preserve_version_counter(weight.scale_inverse):
             weight.scale_inverse.copy_(inverse)
         return None
+
+
+def _answers(
+    shards: list[torch.Tensor],
+    policy: MixedPrecisionPolicy,
+    maxima: Callable[[torch.Tensor], torch.Tensor],
+) -> list[_Answer]:
+    """Those of weights that are gathered at once.
+
+    Args:
+        shards: this worker's, of each weight.
+        policy: has the dtype of the computation.
+        maxima: from the shards' largest magnitudes, (N,), to the whole weights'.
+    """
+    dtype = policy.param_dtype or shards[0].dtype
+    # Rounding keeps the order of numbers: this is the largest of the rounded shard.
+    own = torch.stack([largest(shard, by_row=False) for shard in shards]).to(dtype).float()
+    return [
+        ((cast(shard.to(dtype), scale, _E4M3),), inverse)
+        for shard, scale, inverse in zip(shards, *scale_of(maxima(own), _E4M3), strict=True)
+    ]

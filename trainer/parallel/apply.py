@@ -29,6 +29,7 @@ from trainer.parallel.own_gather import OwnGather, memory_of
 from trainer.parallel.recompute import Recompute, recompute_blocks
 from trainer.parallel.reshard import resharded
 from trainer.parallel.tensor import apply_tensor_parallel
+from trainer.parallel.together import gather_together
 from trainer.parallel.two_level import Gather, TwoLevels
 
 
@@ -112,6 +113,7 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)
             if mesh.fsdp.size() > 1:  # else the factor is 1, and setting it costs a copy
                 module.set_gradient_divide_factor(1.0)
+                gather_together(module)
             else:
                 leave_in_place(module, compute_dtype)
             if levels is not None:

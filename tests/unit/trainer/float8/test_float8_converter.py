@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from elastic import Float8, ParallelConfig, TrainConfig
 from tests.support.small_llama import small_train
-from trainer.dryrun.rank import RankNeeds, dry_run
+from trainer.dryrun.rank import Collective, dry_run
 from trainer.dryrun.shape import prepare_shape
 from trainer.engine.build import build_model
 from trainer.engine.state import state_table
@@ -95,32 +94,35 @@ def test_a_converter_travels() -> None:
     assert pickle.loads(pickle.dumps(Float8(gather=True))) == Float8(gather=True)
 
 
-@pytest.fixture(scope="module")
-def needs() -> Iterator[dict[str, RankNeeds]]:
-    """Dry runs of two shards, by what is asked for."""
-    asked: dict[str, tuple[Float8, ...]] = {"plain": (), "gathered": (Float8(gather=True),)}
-    yield {
-        name: dry_run(
-            small_train(shard=2, precision="bfloat16", converters=converters),
-            replicas=1,
-            device="cuda",
-        )
-        for name, converters in asked.items()
-    }
+BLOCKS, BLOCK = 4, 256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512
+"""Of the model, and the numbers of a block's seven weights."""
 
 
-def test_a_dry_run_sees_half_the_bytes_gathered(needs: dict[str, RankNeeds]) -> None:
-    """Of the weights that are gathered in 8 bits; the rest is bfloat16 as before."""
-    gathered = {
-        name: next(c for c in found.collectives if (c.group, c.kind) == ("shard", "all_gather"))
-        for name, found in needs.items()
-    }
-    assert gathered["plain"].count == gathered["gathered"].count
-    blocks = 4 * (256 * 256 * 2 + 2 * 128 * 256 + 3 * 256 * 512)
-    forward_and_backward, micro_batches = 2, gathered["plain"].count // (2 * 4 + 1 + 1 + 1)
-    saved = gathered["plain"].bytes - gathered["gathered"].bytes
-    assert saved == blocks * forward_and_backward * micro_batches
-    maxima = next(
-        c for c in needs["gathered"].collectives if (c.group, c.kind) == ("shard", "all_reduce")
-    )
-    assert maxima.bytes == 4 * maxima.count == 4 * 28 * forward_and_backward * micro_batches
+def collectives(*converters: Float8, **layout: Any) -> dict[str, Collective]:
+    """Of a dry run, by group and kind."""
+    parallel = ParallelConfig(**layout)
+    train = replace(small_train(precision="bfloat16", converters=converters), parallel=parallel)
+    found = dry_run(train, replicas=1, device="cuda").collectives
+    return {f"{c.group} {c.kind}": c for c in found}
+
+
+@pytest.mark.parametrize(("keep", "weights"), [((), 7), (("*.q_proj", "*.down_proj"), 5)])
+def test_a_dry_run_sees_half_the_bytes_gathered(keep: tuple[str, ...], weights: int) -> None:
+    """Of the weights that are gathered in 8 bits; the rest is bfloat16 as before. Those of a block
+    take one more gather, of their maxima, in forward and in backward."""
+    plain = collectives(shard=2)
+    found = collectives(Float8(gather=True, keep=keep), shard=2)
+    assert set(found) == set(plain)
+    before, after = plain["shard all_gather"], found["shard all_gather"]
+    times = 2 * before.count // (2 * BLOCKS + 1 + 1 + 1)  # table, head and norm once
+    assert after.count - before.count == BLOCKS * times
+    numbers = BLOCK - (256 * 256 + 256 * 512 if keep else 0)
+    maxima = 4 * weights * 2  # of both workers
+    assert before.bytes - after.bytes == BLOCKS * times * (numbers - maxima)
+
+
+def test_maxima_go_in_two_levels_where_weights_do() -> None:
+    plain = collectives(shard=4, workers_per_node=2)
+    found = collectives(Float8(gather=True), shard=4, workers_per_node=2)
+    assert set(found) == set(plain) and "shard all_gather" not in found
+    assert found["nodes send"].count > plain["nodes send"].count
