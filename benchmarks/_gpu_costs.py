@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._gpu_loops import OurLoop, Pace, peak_bytes
+from benchmarks._gpu_loops import OurLoop, Pace, memory
 from benchmarks._gpu_models import Workload
 from health.heartbeat import Heartbeat
 from trainer.backend.groups import collectives_begun
@@ -95,7 +95,7 @@ def measure_costs(work: Workload, steps: int, blocks: int) -> dict[str, Any]:
         "snapshot_share": round(medians_ms["snapshot"] / medians_ms["bare"] - 1, 4),
         "snapshot_bytes": snapshots.size_bytes,
         "copy_bytes_per_s": round(time_copy(loop.engine, snapshots)),
-        "peak_bytes": peak_bytes(work),
+        **memory(work),
     }
     assert snapshots.buffer is not None
     snapshots.buffer.close()
