@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks._common import plan_turns
+from benchmarks._gpu_costs import measure_costs, spread
 from benchmarks._gpu_loops import train_hugging_face
 from benchmarks._gpu_models import Workload, flops_per_token, own_settings, shared_settings
 from benchmarks.gpu import CHANGES, PRODUCTS, in_process, plan_rows, plan_workloads, summarise
@@ -110,6 +111,21 @@ def test_transformers_trainer_takes_the_steps_that_it_is_asked_for() -> None:
     assert len(found["step_s"]) == 2, found  # two warm up, and one is looked at
     assert found["kernels"]["classes_ms"] == {}, "a CPU has none"
     assert found["loss"] == pytest.approx(math.log(320), rel=0.05), "it has learned nothing yet"
+
+
+def test_the_spread_is_that_of_the_blocks_medians() -> None:
+    assert spread([[1.0, 1.0, 9.0], [1.1, 1.0, 1.2], [1.05]]) == pytest.approx(0.1)
+
+
+@pytest.mark.slow
+def test_fault_tolerance_is_one_number_that_says_what_it_leaves_out() -> None:
+    found = in_process(measure_costs, TINY, 3, 2)
+    parts_ms, step_ms = found["fault_tolerance_ms"], found["step_ms"]
+    assert set(parts_ms) == {"digest", "commit", "marks", "beats"}
+    assert set(step_ms) == {"bare", "heartbeat", "snapshot"}
+    share = sum(parts_ms.values()) / step_ms["bare"]
+    assert found["fault_tolerance_share"] == pytest.approx(share, rel=0.05)
+    assert any("over replicas" in what for what in found["left_out"])
 
 
 def test_a_system_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
