@@ -62,6 +62,11 @@ def _cell(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
+def plan_turns(names: list[str], rounds: int) -> list[list[str]]:
+    """The order in each round: another one begins, so that nobody has always the same before it."""
+    return [names[turn % len(names) :] + names[: turn % len(names)] for turn in range(rounds)]
+
+
 def print_result(result: Mapping[str, Any]) -> None:
     """The last line of every benchmark."""
     sys.stderr.flush()

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks._gpu_kernels import kernel_times
 from benchmarks._gpu_models import Workload, draw_weights
 from benchmarks._gpu_overlap import hidden_share
 from benchmarks._random_text import RandomText, prepared
@@ -114,26 +116,38 @@ class OurLoop:
         ).run()
 
 
-def train_ours(work: Workload, steps: int) -> dict[str, Any]:
-    """Ours; where activations are offloaded to the host, also how much of the copying is hidden."""
+def train_ours(work: Workload, steps: int, trace: bool) -> dict[str, Any]:
+    """Ours; where activations are offloaded to the host, always with the trace that tells how much
+    of the copying is hidden."""
     loop, pace = OurLoop(work, steps + 2), Pace()
     loop.run(pace, steps)
     result = found(work, pace.ends_s, pace.loss)
-    if work.offload is not None and work.device == "cuda":
-        result["hidden"] = trace_a_step(loop)
+    if trace or work.offload is not None:
+        result |= look_at(work, lambda: loop.run(NoLink(), 1))
     return result
 
 
-def trace_a_step(loop: OurLoop) -> float | None:
-    """See `hidden_share`. Of one more step."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as trace:
-        loop.run(NoLink(), 1)
-        torch.cuda.synchronize()
-    return hidden_share(trace.events())
+def look_at(work: Workload, step: Callable[[], object]) -> dict[str, Any]:
+    """Does one more step, and tells where the device's time went."""
+    with profile(activities=activities_on(work)) as running:
+        step()
+        if work.device == "cuda":
+            torch.cuda.synchronize()
+    return read_trace(running)
 
 
-def train_plain(work: Workload, steps: int) -> dict[str, Any]:
+def activities_on(work: Workload) -> list[ProfilerActivity]:
+    """What a trace records."""
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if work.device == "cuda" else [])]
+
+
+def read_trace(of_a_step: profile) -> dict[str, Any]:
+    """See `kernel_times` and `hidden_share`."""
+    events = of_a_step.events()
+    return {"kernels": kernel_times(events), "hidden": hidden_share(events)}
+
+
+def train_plain(work: Workload, steps: int, trace: bool) -> dict[str, Any]:
     """The loop that one would write on FSDP2 without fault tolerance, on a mesh of one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -164,7 +178,8 @@ def train_plain(work: Workload, steps: int) -> dict[str, Any]:
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=train.optimizer.rate(1, steps + 1), fused=True)
     data, ends_s, mean = task.train_data(), list[float](), 0.0
-    for step in range(steps):
+
+    def take(step: int) -> float:
         total = torch.zeros((), device=device)
         for start in range(0, work.samples, work.micro):
             first = step * work.samples + start
@@ -175,9 +190,13 @@ def train_plain(work: Workload, steps: int) -> dict[str, Any]:
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = float(total) / work.tokens
+        return float(total) / work.tokens
+
+    for step in range(steps):
+        mean = take(step)
         ends_s.append(time.perf_counter())
-    return found(work, ends_s, mean)
+    result = found(work, ends_s, mean)
+    return result | look_at(work, lambda: take(steps)) if trace else result
 
 
 def materialize_whole(model: Any, device: torch.device) -> None:
@@ -189,7 +208,7 @@ def materialize_whole(model: Any, device: torch.device) -> None:
     model.train()
 
 
-def train_hugging_face(work: Workload, steps: int) -> dict[str, Any]:
+def train_hugging_face(work: Workload, steps: int, trace: bool) -> dict[str, Any]:
     """transformers' Trainer, with its fused AdamW.
 
     Raises:
@@ -203,12 +222,24 @@ def train_hugging_face(work: Workload, steps: int) -> dict[str, Any]:
     from transformers import TrainingArguments as Arguments
 
     ends_s: list[float] = []
+    result: dict[str, Any] = {}
+    one_more = profile(activities=activities_on(work))
 
     class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if len(ends_s) == steps:
+                one_more.start()
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             if work.device == "cuda":
                 torch.cuda.synchronize()
+            if len(ends_s) == steps:
+                one_more.stop()
+                result.update(read_trace(one_more))
+                return
             ends_s.append(time.perf_counter())
+            if len(ends_s) == steps:  # what a trace takes of the device does not count
+                result.update(found(work, ends_s, 0.0))
 
     config = dict(prepared(work.train(2)).config)
     with torch.device(torch_device(work.device)):
@@ -216,7 +247,7 @@ def train_hugging_face(work: Workload, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         arguments = Arguments(
             output_dir=directory,
-            max_steps=steps,
+            max_steps=steps + trace,
             per_device_train_batch_size=work.micro,
             gradient_accumulation_steps=work.samples // work.micro,
             bf16=work.device == "cuda",
@@ -227,8 +258,8 @@ def train_hugging_face(work: Workload, steps: int) -> dict[str, Any]:
             report_to=[],
         )
         data = _Labelled(work.seq_len, config["vocab_size"])
-        result = Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
-    return found(work, ends_s, result.training_loss)
+        trained = Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
+    return result | {"loss": trained.training_loss}
 
 
 class _Labelled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -248,17 +279,27 @@ class _Labelled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def found(work: Workload, ends_s: list[float], loss: float) -> dict[str, Any]:
     """What a system did: the time of each step but the first two, which warm up."""
     spans = [later - sooner for sooner, later in pairwise(ends_s[1:])]
-    return {"step_s": spans, "peak_bytes": peak_bytes(work), "loss": loss}
+    return {"step_s": spans, **memory(work), "loss": loss}
 
 
-def peak_bytes(work: Workload) -> int:
-    """Of tensors on a GPU; on a CPU, of the process."""
-    if work.device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+def memory(work: Workload) -> dict[str, int]:
+    """The most that tensors have taken of a GPU, the most that the allocator has held for them, and
+    what is taken of it now: that, the context, NCCL's and the libraries' own. On a CPU the peak of
+    the process."""
+    if work.device == "cpu":
+        return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "device_bytes": total - free,
+    }
 
 
-SYSTEMS: dict[str, Callable[[Workload, int], dict[str, Any]]] = {
+MEMORY = ("peak_bytes", "reserved_bytes", "device_bytes")
+"""Keys of `memory`."""
+
+SYSTEMS: dict[str, Callable[[Workload, int, bool], dict[str, Any]]] = {
     "plain": train_plain,
     "hugging_face": train_hugging_face,
     "ours": train_ours,

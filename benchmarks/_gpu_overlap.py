@@ -18,18 +18,24 @@ def hidden_share(events: Iterable[Any]) -> float | None:
     Args:
         events: of `torch.profiler`, from the device and others: `profile.events()`.
     """
-    here = [
-        event
-        for event in events
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    ]
-    copies = [_span(e) for e in here if e.name.startswith("Memcpy") and "Pinned" in e.name]
-    kernels = merge(_span(e) for e in here if not e.name.startswith("Mem"))
+    here = on_device(events)
+    copies = [span_of(e) for e in here if e.name.startswith("Memcpy") and "Pinned" in e.name]
+    kernels = merge(span_of(e) for e in here if not e.name.startswith("Mem"))
     total = sum(end - begin for begin, end in copies)
     return sum(overlap(copy, kernels) for copy in copies) / total if total else None
 
 
-def _span(event: Any) -> Span:
+def on_device(events: Iterable[Any]) -> list[Any]:
+    """Kernels, copies and fills."""
+    return [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+
+
+def span_of(event: Any) -> Span:
+    """When it ran, in microseconds."""
     return event.time_range.start, event.time_range.end
 
 

@@ -6,15 +6,18 @@
               chunks and activations offloaded to the host, of which a trace shows how much of the
               copying is hidden. Both with parameters and moments in bfloat16, compiled, by how much
               is recomputed. Peak memory beside the dry run's estimate.
-    4         on 1B: what commit, heartbeat and a snapshot after each step add
+    4         on 1B: what fault tolerance takes of a step: digest, commit, heartbeat; and what a
+              snapshot after each step adds
     5         two ranks, of which one is killed: when the other is out, and has its next step
     6         on 1B: linear layers in 8 bits, with one scale for a tensor or for each row, as they
-              are and compiled, and Transformer Engine in bfloat16 and 8 bits, against bfloat16
+              are and compiled with `fast`, and Transformer Engine in bfloat16 and 8 bits, against
+              bfloat16
 
 All of a step is the same for all systems, and theirs alone: each runs in a process of its own, with
 the whole GPU, one after the other; the next round has another order. Numbers are medians over the
-steps of all rounds, but for the first steps of each process. What does not fit the GPU, lacks a
-package, or has no time left is a reason in place of numbers.
+steps of all rounds, but for the first steps of each process. `--trace` adds a step to each system,
+and tells by classes of kernels where it went. What does not fit the GPU, lacks a package, or has no
+time left is a reason in place of numbers.
 
 `--device cpu --tiny` runs the same code on a CPU in a minute; what it measures says nothing.
 `--results DIRECTORY` keeps the result there, by part and GPU. docs/benchmarks.md has the order for
@@ -29,6 +32,7 @@ import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,13 +42,19 @@ from typing import Any
 
 import torch
 
-from benchmarks._common import end_properly, print_result, say, show_table
+from benchmarks._common import end_properly, plan_turns, print_result, say, show_table
 from benchmarks._gpu_costs import measure_costs
-from benchmarks._gpu_loops import SYSTEMS, Skipped
-from benchmarks._gpu_models import Workload, differences, flops_per_token
+from benchmarks._gpu_loops import MEMORY, SYSTEMS, Skipped
+from benchmarks._gpu_models import (
+    Workload,
+    flops_per_token,
+    own_settings,
+    shared_settings,
+)
 from benchmarks._gpu_recovery import measure_recovery
 from tests.support.fabric import check_fork
 from trainer.backend import nccl_settings
+from trainer.dryrun.machines import beside_tensors
 from trainer.dryrun.rank import dry_run
 from trainer.errors import ConfigError
 from trainer.peaks import peak_flops
@@ -97,16 +107,20 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 
 PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16": ("ours", {}),
-    "bf16, compiled": ("ours", {"compile": "on"}),
+    "bf16, fast": ("ours", {"determinism": "fast"}),
+    **{
+        f"{products}, fast, compiled": ("ours", _FAST | {"products": products})
+        for products in ("bf16", "tensorwise", "tensorwise, gathered", "rowwise")
+    },
     "tensorwise": ("ours", {"products": "tensorwise"}),
-    "tensorwise, compiled": ("ours", {"products": "tensorwise", "compile": "on"}),
     "tensorwise, gathered": ("ours", {"products": "tensorwise, gathered"}),
     "rowwise": ("ours", {"products": "rowwise"}),
-    "rowwise, compiled": ("ours", {"products": "rowwise", "compile": "on"}),
-    "library": ("ours", {"products": "library"}),
-    "library, 8 bits": ("ours", {"products": "library, 8 bits"}),
+    "library, fast": ("ours", {"determinism": "fast", "products": "library"}),
+    "library, 8 bits, fast": ("ours", {"determinism": "fast", "products": "library, 8 bits"}),
 }
-"""Part 6's rows, as CHANGES has them; with `compile`, not on a CPU, where it takes minutes."""
+"""Part 6's rows, as CHANGES has them. What 8 bits gain shows compiled, where a rounding is one with
+what is before it, and `fast`, as `strict` slows attention alone; Transformer Engine's rows are held
+against `bf16, fast`, since it is not compiled. With `compile`, not on a CPU: it takes minutes."""
 
 TINY_ROWS = (
     "plain, recomputed",
@@ -115,7 +129,7 @@ TINY_ROWS = (
     "ours, offloaded",
     "tensorwise, gathered",
     "rowwise",
-    "library, 8 bits",
+    "library, 8 bits, fast",
 )
 """Those that a tiny model has, of either part: they run what the others run, and compile once."""
 
@@ -141,11 +155,6 @@ def plan_workloads(
         )
         for seq_len in ((4096,) if part == 6 else (4096, 8192))
     ]
-
-
-def plan_turns(names: list[str], rounds: int) -> list[list[str]]:
-    """The order in each round: another one begins, so that nobody has always the same before it."""
-    return [names[turn % len(names) :] + names[: turn % len(names)] for turn in range(rounds)]
 
 
 # -- one system in a process -----------------------------------------------------------------------
@@ -191,9 +200,12 @@ def _answer(line: Connection, call: Callable[..., dict[str, Any]], arguments: An
 
 
 def estimate(work: Workload) -> dict[str, Any]:
-    """The dry run's answer for ours."""
-    needs = dry_run(work.train(2), replicas=1, device=work.device)
-    return {"peak_bytes": needs.peak_bytes}
+    """The dry run's answer for ours: what tensors take at most, and what the whole device."""
+    peak_bytes = dry_run(work.train(2), replicas=1, device=work.device).peak_bytes
+    if work.device == "cpu":
+        return {"estimate_bytes": peak_bytes}
+    device_bytes = peak_bytes + beside_tensors(peak_bytes, groups=0)
+    return {"estimate_bytes": peak_bytes, "estimate_device_bytes": device_bytes}
 
 
 # -- the parts -------------------------------------------------------------------------------------
@@ -240,61 +252,86 @@ def measure_workload(
             if time.monotonic() > until_s:
                 runs[name].append({"skipped": "no time left"})
                 continue
-            runs[name].append(in_process(SYSTEMS[system], replace(work, **changes), options.steps))
+            # In the last round, so that no other row waits for a trace where time runs out.
+            trace = options.trace and len(runs[name]) == options.rounds - 1
+            arguments = replace(work, **changes), options.steps, trace
+            runs[name].append(in_process(SYSTEMS[system], *arguments))
             say(json.dumps(runs[name][-1]))  # a machine that is lent may be taken away
     flops = flops_per_token(work)
-    rows = {name: summarise(found, work, flops) for name, found in runs.items()}
+    rows = {name: summarise(found, work, flops, options.peak) for name, found in runs.items()}
     for name, row in rows.items():
         system, changes = changed[name]
         wanted = options.estimates and system == "ours" and "skipped" not in row
         if wanted and time.monotonic() < until_s:
-            row["estimate_bytes"] = in_process(estimate, replace(work, **changes)).get("peak_bytes")
-    show_table(f"{work.size} at {work.seq_len}", rows)
-    return {"workload": differences(work), "flops_per_token": flops, "systems": rows}
+            row.update(in_process(estimate, replace(work, **changes)))
+    title = f"{work.size} at {work.seq_len}"
+    show_table(title, rows)
+    kernels = {
+        name: run["kernels"]
+        for name, found in runs.items()
+        for run in found[-1:]
+        if "kernels" in run
+    }
+    show_table(
+        f"{title}: ms of a step's kernels",
+        {name: found["classes_ms"] for name, found in kernels.items()},
+    )
+    systems = {
+        name: {
+            "settings": own_settings(changed[name][0], replace(work, **changed[name][1])),
+            **row,
+            **({"kernels": kernels[name]} if name in kernels else {}),
+        }
+        for name, row in rows.items()
+    }
+    return {"workload": shared_settings(work), "flops_per_token": flops, "systems": systems}
 
 
 def summarise(
-    runs: list[dict[str, Any]], work: Workload, flops: dict[str, float]
+    runs: list[dict[str, Any]], work: Workload, flops: dict[str, float], peak: float | None
 ) -> dict[str, Any]:
-    """Medians over the steps of the runs that came to their end; the reason where none did."""
+    """Medians over the steps of the runs that came to their end; the reason where none did.
+
+    Args:
+        runs: a system's.
+        work: what its steps did.
+        flops: for one token, by counting.
+        peak: operations a second of the GPU at most; None: there is no MFU.
+    """
     done = [run for run in runs if "skipped" not in run]
     if not done:
         return {"skipped": runs[0]["skipped"]}
     step_s = statistics.median(seconds for run in done for seconds in run["step_s"])
-    pace, peak = work.tokens / step_s, _peak(work)
+    pace = work.tokens / step_s
     return {
         "step_ms": round(1e3 * step_s, 3),
         "tokens_per_s": round(pace, 1),
         **{f"tflops ({name})": round(pace * each / 1e12, 4) for name, each in flops.items()},
         **{f"mfu ({name})": round(pace * each / peak, 4) for name, each in flops.items() if peak},
-        "peak_bytes": max(run["peak_bytes"] for run in done),
+        **{key: max(run[key] for run in done) for key in MEMORY if key in done[0]},
         "loss": round(done[-1]["loss"], 4),
         "rounds": len(done),
         **{key: round(done[-1][key], 3) for key in ("hidden",) if done[-1].get(key) is not None},
     }
 
 
-def _peak(work: Workload) -> float | None:
-    """Operations a second of the GPU at most; None for one that is not known, and for a CPU."""
-    if work.device == "cpu":
-        return None
-    return peak_flops(torch.cuda.get_device_name(), "bfloat16")
-
-
 def measure_part(part: int, options: argparse.Namespace) -> dict[str, Any]:
     """One part, on the device and with the steps that were asked for."""
     device, tiny = options.device, options.tiny
     if part == 4:
-        work = plan_workloads(part, device, tiny)[0]
-        work = replace(work, recompute="full")
-        return in_process(measure_costs, work, options.steps, options.rounds, limit_s=PART_S)
+        # The shortest step: of it the same costs are the largest share.
+        work = replace(plan_workloads(part, device, tiny)[0], determinism="fast")
+        work = replace(work, compile="on" if device == "cuda" else "off")
+        told = {"workload": shared_settings(work), "settings": own_settings("ours", work)}
+        arguments = work, options.steps, options.rounds
+        return told | in_process(measure_costs, *arguments, limit_s=PART_S)
     if part == 5:
         return measure_recovery(device, repeats=1 if tiny else 3)
     return measure_steps(part, options)
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Hardware and versions."""
+    """Hardware and versions. Starts CUDA, which takes memory of the GPU: only in a process."""
     facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
@@ -344,10 +381,15 @@ def parse_arguments() -> argparse.Namespace:
         action="store_false",
         help="no dry runs, which need no GPU and may follow elsewhere",
     )
+    add(
+        "--trace",
+        action="store_true",
+        help="one more step of each row, whose kernels are told by class",
+    )
     add("--results", type=Path, help="directory that the result is kept in")
     options = parser.parse_args()
     if options.tiny:
-        options.steps, options.rounds = 3, 1
+        options.steps, options.rounds, options.trace = 3, 1, True
     return options
 
 
@@ -359,11 +401,16 @@ def main() -> None:
         # Threads would share what is too little for one, and wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     parts = [options.part] if options.part else [1, 4, 5, 6] if options.tiny else [1, 2, 3, 4, 5, 6]
+    facts = in_process(machine, options.device)
+    if "skipped" in facts:
+        sys.exit(facts["skipped"])
+    on_cuda = options.device == "cuda"
+    options.peak = peak_flops(facts["device"], "bfloat16") if on_cuda else None
     found = {str(part): measure_part(part, options) for part in parts}
-    result = {"machine": machine(options.device), "parts": found}
+    result = {"machine": facts, "parts": found}
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
-        name = "_".join(["gpu", *found, *str(result["machine"]["device"]).split()])
+        name = "_".join(["gpu", *found, *str(facts["device"]).split()])
         (options.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     print_result(result)
 

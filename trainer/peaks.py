@@ -5,8 +5,8 @@ ones, as torch leaves TF32 off. By the name that CUDA gives the whole device: a 
 or another one, has no entry, and no MFU.
 
 Sources: NVIDIA's data sheets of A100 (June 2021), H100 (2024: SXM and NVL) and its PCIe version
-(PB-11133), H200 and HGX B200; where they give bfloat16 with sparsity, half of it. The bfloat16
-numbers are those of torchtitan's `get_peak_flops`.
+(PB-11133), H200, HGX B200 and HGX B300; where they give bfloat16 with sparsity, half of it. The
+bfloat16 numbers up to B200 are those of torchtitan's `get_peak_flops`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _A100 = {"bfloat16": 312e12, "float32": 19.5e12}
 _H100 = {"bfloat16": 989e12, "float32": 67e12}
 _H100_NVL = {"bfloat16": 835e12, "float32": 60e12}
 _H100_PCIE = {"bfloat16": 756e12, "float32": 51e12}
-_B200 = {"bfloat16": 2250e12, "float32": 75e12}
+_BLACKWELL = {"bfloat16": 2250e12, "float32": 75e12}
 
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": _A100,
@@ -27,7 +27,8 @@ PEAKS = {
     "NVIDIA H100 PCIe": _H100_PCIE,
     "NVIDIA H200": _H100,
     "NVIDIA H200 NVL": _H100_NVL,
-    "NVIDIA B200": _B200,
+    "NVIDIA B200": _BLACKWELL,
+    "NVIDIA B300 SXM6 AC": _BLACKWELL,
 }
 """Device -> precision of the computation -> operations per second."""
 

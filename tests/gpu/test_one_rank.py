@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +20,11 @@ from torch._C import _distributed_c10d
 
 from checkpointing import Attempt, Keys, Reader, commit, open_store, write_shared
 from health.flight import entries_of
-from tests.support.data_plane import Run, make_engine, run_in_turn
+from tests.support.data_plane import Run, make_engine, run_in_turn, train_at
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
+from tests.support.tiny import tiny_train, write_text
 from trainer.backend.aside import GLOO as GLOO_ASIDE
 from trainer.backend.groups import (
     abort_groups,
@@ -104,6 +108,44 @@ def test_nccl_s_recording_is_read_while_the_device_is_busy(meet: Rendezvous) -> 
     mine = [one for one in entries_of(recorded.decode()) if one["input_sizes"] == [[1237]]]
     assert [one["profiling_name"] for one in mine] == ["nccl:all_reduce"] * 2
     assert mine[0]["process_group"][1] == "the replica replica/7"
+
+
+SYNCHRONIZED = "called a synchronizing CUDA operation"
+"""How torch tells of one (c10/cuda/CUDAFunctions.cpp)."""
+
+
+@contextlib.contextmanager
+def counting_syncs() -> Iterator[list[str]]:
+    """What torch itself says of calls that wait for the device: a line for each."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found += [
+            f"{one.filename}:{one.lineno}" for one in told if SYNCHRONIZED in str(one.message)
+        ]
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_the_device_once_in_a_step(meet: Rendezvous, tmp_path: Path) -> None:
+    """However many micro-batches it has. `test_host_syncs.py` counts calls of ours on a CPU; this
+    is what torch sees, in autograd's thread and in the loader's, too."""
+    text, counts = write_text(tmp_path / "text"), {}
+    runs = [(steps, micro_batch) for micro_batch in (4, 1) for steps in (1, 3)]
+    for formation, (steps, micro_batch) in enumerate(runs):
+        train = tiny_train(text, steps=steps, micro_batch=micro_batch, lanes=1)
+        task = train.task.prepare(train, str(tmp_path / "cache"))
+        with counting_syncs() as found:
+            train_at(0, formation, meet, NCCL, task, train, replicas=1, lanes=1, saves=False)
+        leave_replica_group()
+        counts[steps, micro_batch] = Counter(found)
+    for micro_batch in (4, 1):  # the start, the evaluation and the end aside
+        more = counts[3, micro_batch] - counts[1, micro_batch]
+        assert more.total() == 2, more
 
 
 @pytest.mark.parametrize("most", [None, 1], ids=["on the device", "on the host"])

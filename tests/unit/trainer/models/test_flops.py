@@ -101,6 +101,7 @@ def test_a_custom_task_has_6n_or_what_it_says() -> None:
 
 def test_a_gpu_that_is_not_known_whole_has_no_peak() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
+    assert peak_flops("NVIDIA B300 SXM6 AC", "bfloat16") == 2250e12
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None
     assert peak_flops("NVIDIA GH200 480GB", "bfloat16") is None
     assert peak_flops("", "float32") is None
