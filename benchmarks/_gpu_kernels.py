@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks._gpu_overlap import merge, on_device, span_of
+from trainer.loop.device_time import merge, on_device, span_of
 
 _CLASSES = tuple(
     (name, re.compile(pattern))

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch._C._autograd import DeviceType
-
-Span = tuple[float, float]
-"""Begin and end, in one unit."""
+from trainer.loop.device_time import Span, merge, on_device, span_of
 
 
 def hidden_share(events: Iterable[Any]) -> float | None:
@@ -23,31 +20,6 @@ def hidden_share(events: Iterable[Any]) -> float | None:
     kernels = merge(span_of(e) for e in here if not e.name.startswith("Mem"))
     total = sum(end - begin for begin, end in copies)
     return sum(overlap(copy, kernels) for copy in copies) / total if total else None
-
-
-def on_device(events: Iterable[Any]) -> list[Any]:
-    """Kernels, copies and fills."""
-    return [
-        event
-        for event in events
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    ]
-
-
-def span_of(event: Any) -> Span:
-    """When it ran, in microseconds."""
-    return event.time_range.start, event.time_range.end
-
-
-def merge(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that do not touch, in order."""
-    merged: list[Span] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((begin, end))
-    return merged
 
 
 def overlap(span: Span, merged: Sequence[Span]) -> float:

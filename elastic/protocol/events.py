@@ -542,6 +542,9 @@ class Profiled(Event):
     """The dearest ones: `name`, `calls`, `cpu_ms` and `gpu_ms` of their own."""
     attention: list[str] = field(default_factory=list)
     """The kernels that attention has taken, as `cudnn` or `flash`; none in older records."""
+    device_ms: dict[str, float] = field(default_factory=dict)
+    """On a GPU, of all its streams: `busy`, `collectives`, and those with nothing beside them,
+    `exposed`; nothing in older records."""
 
 
 @dataclass(frozen=True, kw_only=True)

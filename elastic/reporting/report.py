@@ -270,6 +270,12 @@ def _profile_lines(profile: Mapping[str, Any]) -> list[str]:
     ]
     attention = ", ".join(profile["attention"])
     taken = [f"attention takes {attention}"] if attention else []
+    device = profile["device_ms"]
+    if device:
+        taken.append(
+            f"the GPU worked for {device['busy']:.1f} ms; collectives ran for "
+            f"{device['collectives']:.1f} of these, {device['exposed']:.1f} with nothing beside"
+        )
     return [head, *_table(_OPERATOR_COLUMNS, rows), *taken]
 
 

@@ -45,6 +45,7 @@ from health.pace import PaceWindow
 from trainer.backend.groups import abort_groups
 from trainer.engine.engine import Engine
 from trainer.loop.clock import OwnTimes, StepTimes
+from trainer.loop.device_time import DeviceTime
 from trainer.loop.phases import PHASES, Phase
 from trainer.loop.profiling import Profile
 from trainer.recovery.heal import Newcomer
@@ -226,6 +227,7 @@ class CoordinatorLink:
                 problem=profile.problem,
                 operators=[asdict(operator) for operator in profile.operators],
                 attention=list(profile.attention),
+                device_ms=_device_ms(profile.device),
             )
         )
 
@@ -358,3 +360,10 @@ class CoordinatorLink:
                 until_answered(send)
             if self.saves.hand_in_again is not None:
                 self.saves.hand_in_again()
+
+
+def _device_ms(device: DeviceTime | None) -> dict[str, float]:
+    return {
+        name.removesuffix("_ms"): round(each, 3)
+        for name, each in (asdict(device) if device is not None else {}).items()
+    }

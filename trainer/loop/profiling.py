@@ -15,6 +15,7 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.config import Steps
+from trainer.loop.device_time import DeviceTime, device_time
 
 MOST_OPERATORS = 12
 
@@ -50,6 +51,8 @@ class Profile:
     attention: tuple[str, ...]
     """The kernels that `scaled_dot_product_attention` has chosen: `cudnn`, `flash`, `efficient`,
     `math`."""
+    device: DeviceTime | None
+    """Of all profiled steps; None on a CPU."""
 
 
 class StepProfiler:
@@ -112,6 +115,7 @@ class StepProfiler:
                 problem=problem,
                 operators=_dearest(averages, self._on_cuda),
                 attention=attention_kernels(entry.key for entry in averages),
+                device=device_time(running.events() or ()) if self._on_cuda else None,
             )
         )
 

@@ -291,6 +291,7 @@ def test_what_a_worker_does_the_parts_of_a_step_and_a_profile_are_told() -> None
         time=112.0, worker="w0", node="n", first=3, last=5, file="/r/profile/t.json.gz",
         problem=None, operators=[{"name": "aten::mm", "calls": 8, "cpu_ms": 1.5, "gpu_ms": 20.25}],
         attention=["cudnn", "flash"],
+        device_ms={"busy": 600.0, "collectives": 80.04, "exposed": 7.0},
     )  # fmt: skip
     h100 = WorkerJoined(time=1.0, worker="w", node="n", pid=1, born_ticks=1, device="NVIDIA H200")
     report = build_report([*counted, timed, profiled, h100], STEPS)
@@ -306,6 +307,7 @@ def test_what_a_worker_does_the_parts_of_a_step_and_a_profile_are_told() -> None
     assert "profile of steps 3 to 5 on w0: /r/profile/t.json.gz\n" in text
     assert ["aten::mm", "8", "1.50", "20.25"] in rows
     assert "attention takes cudnn, flash\n" in text
+    assert "worked for 600.0 ms; collectives ran for 80.0 of these, 7.0 with nothing" in text
     plain = report_text(build_report([*counted, replace(h100, device="")], STEPS))
     assert "TFLOP/s" in plain and "MFU" not in plain and "part" not in plain
 
