@@ -108,6 +108,14 @@ def test_the_kernel_has_ended_a_worker_for_its_memory() -> None:
     assert whom(verdict(loss("w2"), oom)) == ("out_of_memory", ("w2",), (), "certain")
 
 
+def test_a_line_about_a_process_of_who_knows_whom_explains_nothing_and_is_evidence() -> None:
+    line = "Out of memory: Killed process 7 (python) total-vm:1kB"
+    said = find_sign(line, "kernel", "n1", 5.0, None)
+    assert said is not None
+    found = verdict(loss("w2"), said)
+    assert (found.cause, found.evidence) == ("crash", ("w2 is lost", line))
+
+
 def test_an_error_of_the_users_code_stays_one_whatever_its_words() -> None:
     found = verdict(loss("w2", "user_error"), sign("cuda_ecc", "n1"))
     assert whom(found) == ("user_error", ("w2",), (), "certain")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import which
 
 import pytest
 
@@ -20,6 +23,7 @@ from health.mounts import read_mounts
 from health.reading import Reading
 from health.verdict import Sign
 from health.worker_load import WorkerState
+from tests.support import ROOT
 
 
 @pytest.fixture
@@ -98,6 +102,46 @@ def test_a_line_of_the_kernel_is_told_of(idle: WorkerState) -> None:
     KMSG.write_text(f"Out of memory: Killed process {idle.pid} (sleep) total-vm:1kB\n")
     watch.look(1000.0, 5000.0)
     assert about(told, "w1") == [{"oom_killed"}]
+
+
+@pytest.mark.skipif(not os.access(KMSG, os.R_OK | os.W_OK), reason="may not write to /dev/kmsg")
+def test_what_the_kernel_says_of_a_worker_that_has_ended_since_is_told_of(
+    idle: WorkerState,
+) -> None:
+    states, told = [idle], list[list[Sign]]()
+    watch = HealthWatch("n1", lambda: [*states], told.append, lambda readings: None)
+    watch.look(1000.0, 5000.0)
+    KMSG.write_text(f"Out of memory: Killed process {idle.pid} (sleep) total-vm:1kB\n")
+    states.clear()
+    watch.look(1005.0, 5005.0)
+    assert about(told, "w1")[-1] == {"oom_killed"}
+
+
+_IN_A_CONTAINER = """
+import json, os
+from elastic.node.health_watch import HealthWatch
+from health.heartbeat import Record
+from health.kernel_log import KMSG
+from health.worker_load import WorkerState
+record = Record(serial=3, step=2, phase=3, phase_s=0, beat_s=0, collectives=0, thread=1, left=0)
+states = [WorkerState(worker="w1", pid=os.getpid(), record=record, waits=True, works=False)]
+told = []
+watch = HealthWatch("n1", lambda: states, told.append, lambda readings: None)
+KMSG.write_text(f"Out of memory: Killed process {os.getpid()} (mysqld) total-vm:1kB\\n")
+watch.look(1000.0, 5000.0)
+print(json.dumps([[s.worker, s.role] for s in told[-1] if s.name == "oom_killed"]))
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.access(KMSG, os.R_OK | os.W_OK) or which("unshare") is None,
+    reason="makes a namespace of processes, and writes to /dev/kmsg",
+)
+def test_in_a_container_a_number_in_the_kernels_log_is_not_taken_for_a_worker() -> None:
+    """There the kernel's processes have other numbers."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", _IN_A_CONTAINER]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120).stdout
+    assert json.loads(said) == [[None, "confirmation"]]
 
 
 def test_a_line_of_a_workers_output_is_told_of(idle: WorkerState, tmp_path: Path) -> None:
