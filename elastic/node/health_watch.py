@@ -29,6 +29,7 @@ from health.kernel_log import has_our_pids, open_kernel_log
 from health.log_tail import LogTail
 from health.mounts import read_mounts
 from health.nic import read_nics
+from health.oom_kills import read_oom_kills
 from health.reading import Kind, Reading
 from health.signatures import find_sign
 from health.standing import Standing
@@ -92,6 +93,7 @@ class HealthWatch:
             read_efa,
             read_nics,
             self._read_mounts,
+            read_oom_kills,
             StorageWatch().look,
         ]
         nvml = open_nvml()
@@ -124,7 +126,7 @@ class HealthWatch:
         pids = {state.pid for state in states}
         gone = [state for state in self._before if state.pid not in pids]
         self._before = states
-        signs = judge(histories, self._node, at_s)
+        signs = judge(histories, self._node, at_s, [state.worker for state in gone])
         signs += self._hear([*gone, *states], at_s) + self._hear_workers(states, at_s)
         users = self._gpu_users(states)
         signs = [

@@ -18,6 +18,7 @@ from health.heartbeat import Record
 from health.kernel_log import KMSG, KernelLog, open_kernel_log, parse_record
 from health.mounts import PROC, read_mounts
 from health.nic import read_nics
+from health.oom_kills import read_oom_kills
 from health.worker_load import WorkerState, read_worker
 from tests.support.watching import wait_until
 
@@ -89,6 +90,35 @@ def test_mounts_of_this_machine() -> None:
     disks = [line.split()[1] for line in PROC.read_text().splitlines() if line.startswith("/dev/")]
     found = read_mounts(0.0, [Path(place) / "x" for place in disks])
     assert {reading.of for reading in found} == {*disks}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "counts", "counted"),
+    [
+        ("0::/pod/box", {"cg/pod/box/memory.events": 2, "cg/pod/memory.events": 9}, 2.0),
+        ("0::/pod/box", {"cg/memory.events": 2, "proc/vmstat": 9}, 2.0),  # mounted as a root
+        ("4:cpu,memory:/box\n0::/", {"cg/memory/box/memory.oom_control": 2}, 2.0),
+        ("4:memory:/box\n1:cpu:/", {"cg/memory/memory.oom_control": 2, "cg/memory.events": 9}, 2.0),
+        ("0::/", {"proc/vmstat": 2}, 2.0),  # the first group has no count
+        ("0::/pod/box", {}, None),
+    ],
+)
+def test_processes_that_the_kernel_has_ended_for_memory(
+    tmp_path: Path, cgroup: str, counts: dict[str, int], counted: float | None
+) -> None:
+    for name, count in {**counts, "proc/self/cgroup": 0}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"under_oom 0\noom_kill {count}\noom_kill_local 7\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"{cgroup}\n")
+    found = read_oom_kills(3.0, tmp_path / "proc", tmp_path / "cg")
+    assert [(r.kind, r.values["oom_kills"]) for r in found] == (
+        [] if counted is None else [("memory", counted)]
+    )
+
+
+def test_this_machine_counts_them() -> None:
+    (reading,) = read_oom_kills(0.0)
+    assert Path(reading.of).is_file() and reading.values["oom_kills"] >= 0
 
 
 def state(pid: int) -> WorkerState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,13 +18,15 @@ import pytest
 
 from elastic.node import health_watch
 from elastic.node.health_watch import SAMPLE_S, HealthWatch, own_names, start_health_watch
+from health.diagnosis import Facts, diagnose
 from health.heartbeat import Record
-from health.kernel_log import KMSG
+from health.kernel_log import KMSG, has_our_pids
 from health.mounts import read_mounts
 from health.reading import Reading
-from health.verdict import Sign
+from health.verdict import Sign, sign_from_json
 from health.worker_load import WorkerState
 from tests.support import ROOT
+from tests.support.little_memory import little_memory, requires_limit
 
 
 @pytest.fixture
@@ -142,6 +145,26 @@ def test_in_a_container_a_number_in_the_kernels_log_is_not_taken_for_a_worker() 
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", _IN_A_CONTAINER]
     said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120).stdout
     assert json.loads(said) == [[None, "confirmation"]]
+
+
+@requires_limit
+def test_a_worker_that_the_kernel_ends_for_its_memory_is_told_of_without_the_kernels_log() -> None:
+    with little_memory(256 << 20) as group:
+        command = f"echo $$ > {group}; exec {sys.executable} -m tests.support.watched_victim"
+        said = subprocess.run(
+            ["sh", "-c", command], cwd=ROOT, check=True, capture_output=True, timeout=120
+        ).stdout
+    shown = json.loads(said)
+    assert shown["status"] == -signal.SIGKILL
+    signs = [sign for sign in map(sign_from_json, shown["signs"]) if sign is not None]
+    if os.access(KMSG, os.R_OK) and has_our_pids():
+        assert {(sign.source, sign.worker) for sign in signs} == {("reading", "w1"), ("log", "w1")}
+    (count,) = (sign for sign in signs if sign.source == "reading")
+    assert (count.worker, count.node, count.role) == ("w1", "n1", "root")
+    lost = replace(count, name="crash", source="loss", cause="crash", detail="process 7 ended")
+    facts = Facts(signs=[lost, count], nodes={"w1": "n1"}, replicas={}, names={})
+    (verdict,) = diagnose(facts)
+    assert (verdict.cause, verdict.workers) == ("out_of_memory", ("w1",))
 
 
 def test_a_line_of_a_workers_output_is_told_of(idle: WorkerState, tmp_path: Path) -> None:
