@@ -127,7 +127,8 @@ class HealthWatch:
         gone = [state for state in self._before if state.pid not in pids]
         self._before = states
         signs = judge(histories, self._node, at_s, [state.worker for state in gone])
-        signs += self._hear([*gone, *states], at_s) + self._hear_workers(states, at_s)
+        known = [*gone, *states]
+        signs += self._hear(known, at_s) + self._hear_workers(known, at_s)
         users = self._gpu_users(states)
         signs = [
             replace(s, worker=s.worker or users.get(s.of)) if s.subject == "gpu" else s

@@ -181,6 +181,20 @@ def test_a_line_of_a_workers_output_is_told_of(idle: WorkerState, tmp_path: Path
     assert (sign.source, sign.worker, sign.node, sign.at_s) == ("log", "w1", "n1", 5005.0)
 
 
+def test_the_last_words_of_a_worker_that_has_ended_since_are_told_of(
+    idle: WorkerState, tmp_path: Path
+) -> None:
+    log = tmp_path / "worker.err"
+    log.touch()
+    states, told = [replace(idle, logs=(str(log),))], list[list[Sign]]()
+    watch = HealthWatch("n1", lambda: [*states], told.append, lambda readings: None)
+    watch.look(1000.0, 5000.0)
+    log.write_text("RuntimeError: CUDA error: uncorrectable ECC error encountered\n")
+    states.clear()
+    watch.look(1005.0, 5005.0)
+    assert about(told, "w1")[-1] == {"cuda_ecc"}
+
+
 def test_an_instrument_that_fails_leaves_the_others_and_is_told_of_once(
     idle: WorkerState, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
