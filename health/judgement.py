@@ -7,13 +7,14 @@ Figures without a named source are our own guesses, and are marked so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
 from health.reading import Kind, Reading
 from health.verdict import Role, Sign, Step, Subject
-from health.xids import RECOVERY_ACTIONS
+from health.xids import RECOVERY_ACTIONS, known_xids
 
 WINDOW_S = 600.0
 """How far back readings are kept. Source: gpud's rule for slowed clocks."""
@@ -105,6 +106,8 @@ def judge(
         say = _Say(series[-1], node, at_s)
         if kind == "gpu":
             found += _judge_gpu(series, say)
+        elif kind == "xid":
+            found += _judge_xids(series, say)
         elif kind == "efa":
             found += _judge_efa(series, say)
         elif kind == "nic":
@@ -312,6 +315,28 @@ def _judge_gpu(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     if share >= _SLOWED_SHARE and _span_s(series) >= 0.9 * WINDOW_S:
         detail = f"the hardware slows its clocks {share:.0%} of the time"
         yield say("throttled", detail, role="confirmation", cause="slow", subject="gpu")
+
+
+def _judge_xids(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    """As of a line of the kernel's log, by the same name."""
+    times: Counter[str] = Counter()
+    for reading in series:
+        times.update({number: round(count) for number, count in reading.values.items()})
+    for number, count in times.items():
+        xid = known_xids().get(int(number))
+        if xid is None or xid.role is None:
+            continue
+        # Whether such an error of an NVLink is fatal stands in the log's words alone.
+        either = xid.action == "WORKFLOW_NVLINK5_ERR"
+        yield say(
+            f"xid_{number}",
+            f"the driver has told of Xid {number}" + (f" {count} times" if count > 1 else ""),
+            role="confirmation" if either else xid.role,
+            cause="gpu_error",
+            subject="gpu",
+            remedy=None if either else xid.remedy,
+            repeated=count > 1,
+        )
 
 
 def _recovery(number: int) -> tuple[str, Step | None]:

@@ -1,8 +1,8 @@
 """What instruments show, in one form: names and numbers, with what they belong to.
 
-Instruments are `gpu.py`, `efa.py`, `nic.py`, `mounts.py`, `storage.py`, `oom_kills.py` and
-`worker_load.py`. They only read; `judgement.py` says what follows. So what was recorded on one
-machine can be judged on another.
+Instruments are `gpu.py`, `xid_events.py`, `efa.py`, `nic.py`, `mounts.py`, `storage.py`,
+`oom_kills.py` and `worker_load.py`. They only read; `judgement.py` says what follows. So what was
+recorded on one machine can be judged on another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["gpu", "efa", "nic", "mount", "storage", "memory", "worker"]
+Kind = Literal["gpu", "xid", "efa", "nic", "mount", "storage", "memory", "worker"]
 """What was read."""
 
 

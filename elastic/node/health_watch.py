@@ -36,6 +36,7 @@ from health.standing import Standing
 from health.storage import StorageWatch
 from health.verdict import Sign
 from health.worker_load import WorkerState, read_worker
+from health.xid_events import XidEvents
 
 SAMPLE_S = 5.0
 """Between two looks."""
@@ -98,7 +99,8 @@ class HealthWatch:
         ]
         nvml = open_nvml()
         if nvml is not None:
-            self._instruments.append(Gpus(nvml).read)
+            gpus = Gpus(nvml)
+            self._instruments += [gpus.read, XidEvents(nvml, gpus.handles).read]
         self._histories: dict[tuple[Kind, str], deque[Reading]] = defaultdict(deque)
         self._before: list[WorkerState] = []
         """The workers of the look before."""

@@ -261,6 +261,12 @@ def test_one_sign_is_weak_two_sources_are_not_and_lines_are_one_source() -> None
     assert [v.confidence for v in verdicts(line, read("ecc_uncorrected", "n2"))] == ["weak", "weak"]
 
 
+def test_an_xid_that_the_driver_and_the_kernels_log_tell_was_written_by_no_hand() -> None:
+    line = sign("xid_48", "n1", remedy="reset_gpu")
+    found = verdict(line, replace(line, source="reading", detail="told"))
+    assert (found.confidence, found.remedy, found.signs) == ("likely", "reset_gpu", ("xid_48",))
+
+
 def test_what_only_strengthens_makes_no_verdict() -> None:
     throttled = sign("throttled", "n1", source="reading", role="confirmation", cause="slow")
     assert verdicts(throttled, sign("nvlink_nonfatal", "n1", role="confirmation")) == []

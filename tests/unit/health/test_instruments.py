@@ -20,6 +20,7 @@ from health.mounts import PROC, read_mounts
 from health.nic import read_nics
 from health.oom_kills import read_oom_kills
 from health.worker_load import WorkerState, read_worker
+from health.xid_events import XidEvents
 from tests.support.watching import wait_until
 
 
@@ -281,3 +282,64 @@ def test_what_an_older_package_of_nvml_does_not_know_is_left_out() -> None:
 
     (reading,) = gpus(Older, nvmlDeviceGetPowerUsage=lambda handle: 412_000).read(5.0)
     assert reading.values == {"lost": 0.0, "power_w": 412.0}
+
+
+class Events(Nvml):
+    """Tells a GPU's Xids, each once, as `nvmlEventSetWait_v2` does."""
+
+    nvmlEventTypeXidCriticalError = 8
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("nvmlEvent"):
+            raise AttributeError(name)  # of an older package
+        return super().__getattr__(name)
+
+
+def event(xid: int, kind: int = 8) -> SimpleNamespace:
+    return SimpleNamespace(eventType=kind, eventData=xid)
+
+
+def test_the_xids_of_each_gpu_are_read_once() -> None:
+    waiting: dict[str, list[Any]] = {"set 1": [], "set 2": [event(1)]}
+    sets = iter(waiting)
+    registered: list[tuple[str, int, str]] = []
+
+    def wait(events: str, timeout_ms: int) -> SimpleNamespace:
+        assert timeout_ms == 0
+        return waiting[events].pop(0) if waiting[events] else refuse()
+
+    events = XidEvents(
+        Events(  # type: ignore[arg-type]
+            nvmlEventSetCreate=lambda: next(sets),
+            nvmlDeviceRegisterEvents=lambda *given: registered.append(given),
+            nvmlEventSetWait_v2=wait,
+        ),
+        {"0000:9b:00": "gpu 1", "0000:9c:00": "gpu 2"},
+    )
+    assert registered == [("gpu 1", 8, "set 1"), ("gpu 2", 8, "set 2")]
+    waiting["set 1"] = [event(94), event(63, kind=2), event(79), event(94)]
+    first, second = events.read(5.0)
+    assert (first.kind, first.of, first.values) == ("xid", "0000:9b:00", {"94": 2.0, "79": 1.0})
+    assert (second.of, second.values) == ("0000:9c:00", {"1": 1.0})
+    assert events.read(10.0) == []
+
+
+def test_a_storm_of_xids_holds_no_look_up() -> None:
+    answers = dict(nvmlEventSetCreate=lambda: "set", nvmlDeviceRegisterEvents=lambda *_: None)
+    storm = Events(nvmlEventSetWait_v2=lambda *_: event(31), **answers)
+    (reading,) = XidEvents(storm, {"0000:9b:00": "gpu"}).read(5.0)  # type: ignore[arg-type]
+    assert reading.values == {"31": 100.0}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {},  # an older package
+        {"nvmlEventSetCreate": refuse},
+        {"nvmlEventSetCreate": lambda: "set", "nvmlDeviceRegisterEvents": refuse},
+        {"nvmlEventSetCreate": lambda: "set", "nvmlDeviceRegisterEvents": lambda *_: None},
+    ],
+)
+def test_where_nvml_has_no_events_there_are_none(answers: dict[str, Any]) -> None:
+    events = XidEvents(Events(**answers), {"0000:9b:00": "gpu"})  # type: ignore[arg-type]
+    assert events.read(5.0) == []

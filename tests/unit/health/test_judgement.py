@@ -189,6 +189,26 @@ def test_a_gpu(then: list[dict[str, float]], expected: set[tuple[Any, ...]]) -> 
     assert {(s.of, s.node) for s in signs} <= {("0000:05:00", "n1")}
 
 
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([{"79": 1.0}], {("xid_79", "root", "reboot", False)}),
+        ([{"48": 1.0}, {"48": 1.0}], {("xid_48", "root", "reset_gpu", True)}),
+        ([{"48": 2.0}], {("xid_48", "root", "reset_gpu", True)}),
+        ([{"13": 1.0}], {("xid_13", "confirmation", "new_process", False)}),
+        ([{"45": 1.0}], {("xid_45", "cascade", None, False)}),
+        ([{"144": 1.0}], {("xid_144", "confirmation", None, False)}),  # fatal or not: not told
+        ([{"43": 1.0, "154": 1.0, "999": 1.0}], set()),
+    ],
+)
+def test_xids_that_the_driver_tells(
+    told: list[dict[str, float]], expected: set[tuple[Any, ...]]
+) -> None:
+    signs = judged(readings("xid", "0000:05:00", *told))
+    assert {(s.name, s.role, s.remedy, s.repeated) for s in signs} == expected
+    assert {(s.of, s.cause, s.source) for s in signs} <= {("0000:05:00", "gpu_error", "reading")}
+
+
 # -- workers ---------------------------------------------------------------------------------------
 
 
