@@ -150,9 +150,9 @@ def test_in_a_container_a_number_in_the_kernels_log_is_not_taken_for_a_worker() 
 @requires_limit
 def test_a_worker_that_the_kernel_ends_for_its_memory_is_told_of_without_the_kernels_log() -> None:
     with little_memory(256 << 20) as group:
-        command = f"echo $$ > {group}; exec {sys.executable} -m tests.support.watched_victim"
+        command = [*group.join, sys.executable, "-m", "tests.support.watched_victim"]
         said = subprocess.run(
-            ["sh", "-c", command], cwd=ROOT, check=True, capture_output=True, timeout=120
+            command, cwd=ROOT, check=True, capture_output=True, timeout=120
         ).stdout
     shown = json.loads(said)
     assert shown["status"] == -signal.SIGKILL
