@@ -71,7 +71,8 @@ def diagnose(facts: Facts) -> list[Verdict]:
 
 def _without_common(facts: Facts) -> list[Sign]:
     """Leaves out root signs of machines that more than half of them show: a driver, a switch, a
-    file server that they share. A decisive one stays."""
+    file server that they share. A decisive one stays, and what accuses no machine: memory runs out
+    on all of them alike."""
     nodes = set(facts.nodes.values())
     shown: dict[str, set[str | None]] = defaultdict(set)
     for sign in facts.signs:
@@ -82,6 +83,7 @@ def _without_common(facts: Facts) -> list[Sign]:
         if sign.source == "loss"
         or sign.decisive
         or sign.role != "root"
+        or sign.cause not in _MACHINE_CAUSES
         or sign.peer is not None
         or len(nodes) < _LEAST_NODES
         or 2 * len(shown[sign.name]) <= len(nodes)
@@ -129,7 +131,14 @@ def _explanation(worker: str, loss: Sign, signs: Sequence[Sign], facts: Facts) -
         and sign.peer is None
         and _is_about(sign, worker, facts)
         and (sign.cause in _MACHINE_CAUSES or sign.worker == worker)
+        and (loss.cause == "crash" or not _is_count_of_kills(sign))
     ]
+
+
+def _is_count_of_kills(sign: Sign) -> bool:
+    """Whether it only says that the kernel ended some process of a machine when a worker's ended.
+    One that was lost for anything else was not that."""
+    return sign.name == "oom_killed" and sign.source == "reading"
 
 
 def _is_about(sign: Sign, worker: str, facts: Facts) -> bool:

@@ -7,7 +7,7 @@ thread that nobody waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +45,11 @@ class Gpus:
         self._nvml = nvml
         opened = [self._open(index) for index in range(nvml.nvmlDeviceGetCount())]
         self._handles = dict(one for one in opened if one is not None)
+
+    @property
+    def handles(self) -> Mapping[str, Any]:
+        """Address -> handle, of those that could be reached at the start."""
+        return self._handles
 
     def _open(self, index: int) -> tuple[str, Any] | None:
         """Address and handle of a GPU; None where it cannot be reached. The workers that it should

@@ -7,13 +7,14 @@ Figures without a named source are our own guesses, and are marked so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
 from health.reading import Kind, Reading
 from health.verdict import Role, Sign, Step, Subject
-from health.xids import RECOVERY_ACTIONS
+from health.xids import RECOVERY_ACTIONS, known_xids
 
 WINDOW_S = 600.0
 """How far back readings are kept. Source: gpud's rule for slowed clocks."""
@@ -66,6 +67,10 @@ _STORAGE_HUNG_S = 15.0
 _STORAGE_SLOW_S, _STORAGE_READINGS = 1.0, 12
 """A file system that takes so long to say how much room it has, over so many readings. Invented."""
 
+_KILLED_S = 15.0
+"""From the kernel's count of a process that it ends, until that has given its memory back and is
+gone, and until both were seen. Invented."""
+
 _STILL_S = 30.0
 """A worker in one phase for so long has stopped, or its step is a long one. Invented."""
 _IDLE, _BUSY = 0.02, 0.9
@@ -77,7 +82,10 @@ _WAITS_LITTLE, _WAITS_MUCH = 0.02, 0.2
 
 
 def judge(
-    histories: Mapping[tuple[Kind, str], Sequence[Reading]], node: str, at_s: float
+    histories: Mapping[tuple[Kind, str], Sequence[Reading]],
+    node: str,
+    at_s: float,
+    gone: Collection[str] = (),
 ) -> list[Sign]:
     """What is out of order on a node.
 
@@ -85,6 +93,7 @@ def judge(
         histories: the readings of each thing within the window, in order; none is empty.
         node: the node.
         at_s: now, in seconds since the epoch.
+        gone: workers whose processes have ended since the look before.
     """
     gpu_of = {
         pid: series
@@ -97,6 +106,8 @@ def judge(
         say = _Say(series[-1], node, at_s)
         if kind == "gpu":
             found += _judge_gpu(series, say)
+        elif kind == "xid":
+            found += _judge_xids(series, say)
         elif kind == "efa":
             found += _judge_efa(series, say)
         elif kind == "nic":
@@ -105,6 +116,8 @@ def judge(
             found += _judge_mount(series, say)
         elif kind == "storage":
             found += _judge_storage(series, say)
+        elif kind == "memory":
+            found += _judge_oom_kills(series, gone, say)
         else:
             gpus = [gpu_of[pid] for pid in series[-1].pids if pid in gpu_of]
             found += _judge_worker(series, gpus[0] if gpus else None, say)
@@ -131,6 +144,7 @@ class _Say:
         role: Role,
         cause: str,
         subject: Subject,
+        worker: str | None = None,
         remedy: Step | None = None,
         decisive: bool = False,
         repeated: bool = False,
@@ -144,7 +158,7 @@ class _Say:
             subject=subject,
             detail=f"{self._latest.kind} {of}: {detail}",
             of=of,
-            worker=of if self._latest.kind == "worker" else None,
+            worker=of if self._latest.kind == "worker" else worker,
             node=self._node,
             at_s=self._at_s,
             decisive=decisive,
@@ -246,6 +260,26 @@ def _judge_storage(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
         )
 
 
+def _judge_oom_kills(series: Sequence[Reading], gone: Collection[str], say: _Say) -> Iterable[Sign]:
+    """The count names no process: workers that ended at that time were those, if they have crashed.
+    Where none did it was another one, such as a loader's, whose end a worker may tell of."""
+    recent = [reading for reading in series if series[-1].at_s - reading.at_s <= _KILLED_S]
+    killed = sum(_rises(recent, "oom_kills"))
+    if not killed:
+        return
+    workers: Collection[str | None] = gone or (None,)
+    for worker in workers:
+        yield say(
+            "oom_killed",
+            f"memory ran out, and the kernel ended {killed:.0f} "
+            f"{'process' if killed == 1 else 'processes'} within {_span_s(recent):.0f} s",
+            role="root" if worker else "confirmation",
+            cause="out_of_memory",
+            subject="worker",
+            worker=worker,
+        )
+
+
 def _judge_gpu(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     values = series[-1].values
     if values.get("lost"):
@@ -281,6 +315,28 @@ def _judge_gpu(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     if share >= _SLOWED_SHARE and _span_s(series) >= 0.9 * WINDOW_S:
         detail = f"the hardware slows its clocks {share:.0%} of the time"
         yield say("throttled", detail, role="confirmation", cause="slow", subject="gpu")
+
+
+def _judge_xids(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+    """As of a line of the kernel's log, by the same name."""
+    times: Counter[str] = Counter()
+    for reading in series:
+        times.update({number: round(count) for number, count in reading.values.items()})
+    for number, count in times.items():
+        xid = known_xids().get(int(number))
+        if xid is None or xid.role is None:
+            continue
+        # Whether such an error of an NVLink is fatal stands in the log's words alone.
+        either = xid.action == "WORKFLOW_NVLINK5_ERR"
+        yield say(
+            f"xid_{number}",
+            f"the driver has told of Xid {number}" + (f" {count} times" if count > 1 else ""),
+            role="confirmation" if either else xid.role,
+            cause="gpu_error",
+            subject="gpu",
+            remedy=None if either else xid.remedy,
+            repeated=count > 1,
+        )
 
 
 def _recovery(number: int) -> tuple[str, Step | None]:

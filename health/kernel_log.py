@@ -11,6 +11,11 @@ from pathlib import Path
 
 KMSG = Path("/dev/kmsg")
 
+_OWN_PIDS = Path("/proc/self/ns/pid")
+_FIRST_PIDS = "pid:[4026531836]"
+"""The first namespace of processes, whose numbers the log has. Source: Linux, proc_ns.h
+(PROC_PID_INIT_INO, 0xEFFFFFFC)."""
+
 _MOST_LINES = 1000
 """At one call: what a storm leaves behind is read with the next ones, or overwritten."""
 _RECORD_BYTES = 8192
@@ -21,6 +26,16 @@ def parse_record(record: bytes) -> str:
     """The text of a record, its first line."""
     _, _, text = record.decode(errors="replace").partition(";")
     return text.split("\n", 1)[0]
+
+
+def has_our_pids(own: Path = _OWN_PIDS) -> bool:
+    """Whether the processes in the log have the numbers by which this process knows them: not in a
+    container with a namespace of its own, such as a pod without `hostPID`.
+
+    Args:
+        own: the namespace of this process's numbers.
+    """
+    return os.readlink(own) == _FIRST_PIDS
 
 
 class KernelLog:

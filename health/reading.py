@@ -1,8 +1,8 @@
 """What instruments show, in one form: names and numbers, with what they belong to.
 
-Instruments are `gpu.py`, `efa.py`, `nic.py`, `mounts.py`, `storage.py` and `worker_load.py`. They
-only read; `judgement.py` says what follows. So what was recorded on one machine can be judged on
-another.
+Instruments are `gpu.py`, `xid_events.py`, `efa.py`, `nic.py`, `mounts.py`, `storage.py`,
+`oom_kills.py` and `worker_load.py`. They only read; `judgement.py` says what follows. So what was
+recorded on one machine can be judged on another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["gpu", "efa", "nic", "mount", "storage", "worker"]
+Kind = Literal["gpu", "xid", "efa", "nic", "mount", "storage", "memory", "worker"]
 """What was read."""
 
 
@@ -22,8 +22,8 @@ class Reading:
     kind: Kind
     """What it is."""
     of: str
-    """Which one: a GPU's bus address, a device with its port, an interface, a mount point, a
-    worker's name."""
+    """Which one: a GPU's bus address, a device with its port, an interface, a mount point, the
+    file of a count, a worker's name."""
     at_s: float
     """When, on the monotonic clock."""
     values: Mapping[str, float]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -76,7 +76,7 @@ def find_sign(
     log: Log,
     node: str,
     at_s: float,
-    pids: dict[int, str],
+    pids: Mapping[int, str] | None,
     writer: str | None = None,
 ) -> Sign | None:
     """What a line of `log` says, if anything.
@@ -86,7 +86,9 @@ def find_sign(
         log: whose it is.
         node: where it was written.
         at_s: when, in seconds since the epoch.
-        pids: process -> worker, on that node. A line about another process says nothing.
+        pids: process -> worker, on that node. A line about another process says nothing. None
+            where the log has other numbers for them, as in a container: then such a line is about
+            the node, and only strengthens what else is seen there.
         writer: the worker that wrote it, which is blamed where the line blames its reporter.
     """
     line = line[:LINE_LENGTH]
@@ -112,15 +114,17 @@ def _sign(
     line: str,
     node: str,
     at_s: float,
-    pids: dict[int, str],
+    pids: Mapping[int, str] | None,
 ) -> Sign | None:
     groups = {key: text for key, text in found.groupdict().items() if text is not None}
     worker = None
-    if "pid" in groups:
+    name, role, remedy = signature.name, signature.role, signature.remedy
+    if "pid" in groups and pids is not None:
         worker = pids.get(int(groups["pid"]))
         if worker is None:
             return None
-    name, role, remedy = signature.name, signature.role, signature.remedy
+    elif "pid" in groups:
+        role = "confirmation"
     if "xid" in groups:
         xid = known_xids().get(int(groups["xid"]))
         if xid is None or xid.role is None:

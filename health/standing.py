@@ -30,7 +30,7 @@ class Standing:
     """What stands on a node."""
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, str, str | None, str | None], _Held] = {}
+        self._held: dict[tuple[str, str, str, str | None, str | None], _Held] = {}
 
     @property
     def signs(self) -> list[Sign]:
@@ -48,7 +48,7 @@ class Standing:
         return self._told() != before
 
     def _take(self, sign: Sign, now_s: float) -> None:
-        key = (sign.name, sign.of, sign.worker, sign.peer)
+        key = (sign.name, sign.source, sign.of, sign.worker, sign.peer)
         held = self._held.get(key)
         if held is None and len(self._held) >= MOST and not sign.decisive:
             return

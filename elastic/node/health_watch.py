@@ -25,16 +25,18 @@ from elastic.protocol.causes import OUT_OF_MEMORY, USER_ERROR
 from health.efa import read_efa
 from health.gpu import Gpus, open_nvml
 from health.judgement import WINDOW_S, judge
-from health.kernel_log import open_kernel_log
+from health.kernel_log import has_our_pids, open_kernel_log
 from health.log_tail import LogTail
 from health.mounts import read_mounts
 from health.nic import read_nics
+from health.oom_kills import read_oom_kills
 from health.reading import Kind, Reading
 from health.signatures import find_sign
 from health.standing import Standing
 from health.storage import StorageWatch
 from health.verdict import Sign
 from health.worker_load import WorkerState, read_worker
+from health.xid_events import XidEvents
 
 SAMPLE_S = 5.0
 """Between two looks."""
@@ -92,12 +94,16 @@ class HealthWatch:
             read_efa,
             read_nics,
             self._read_mounts,
+            read_oom_kills,
             StorageWatch().look,
         ]
         nvml = open_nvml()
         if nvml is not None:
-            self._instruments.append(Gpus(nvml).read)
+            gpus = Gpus(nvml)
+            self._instruments += [gpus.read, XidEvents(nvml, gpus.handles).read]
         self._histories: dict[tuple[Kind, str], deque[Reading]] = defaultdict(deque)
+        self._before: list[WorkerState] = []
+        """The workers of the look before."""
         self._standing = Standing()
         self._has_told = False
         self._failed: set[str] = set()
@@ -119,8 +125,12 @@ class HealthWatch:
         self._keep_latest(readings)
         self._keep(readings, now_s)
         histories = {key: list(series) for key, series in self._histories.items()}
-        signs = judge(histories, self._node, at_s) + self._hear(states, at_s)
-        signs += self._hear_workers(states, at_s)
+        pids = {state.pid for state in states}
+        gone = [state for state in self._before if state.pid not in pids]
+        self._before = states
+        signs = judge(histories, self._node, at_s, [state.worker for state in gone])
+        known = [*gone, *states]
+        signs += self._hear(known, at_s) + self._hear_workers(known, at_s)
         users = self._gpu_users(states)
         signs = [
             replace(s, worker=s.worker or users.get(s.of)) if s.subject == "gpu" else s
@@ -173,7 +183,7 @@ class HealthWatch:
     def _hear(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
         if self._kernel_log is None:
             return []
-        pids = {state.pid: state.worker for state in states}
+        pids = {state.pid: state.worker for state in states} if has_our_pids() else None
         found = (
             find_sign(line, "kernel", self._node, at_s, pids) for line in self._kernel_log.read()
         )

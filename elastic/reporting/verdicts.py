@@ -292,5 +292,6 @@ def _signs_of_nodes(told: Iterable[SignsChanged]) -> list[Sign]:
     found: dict[tuple[object, ...], Sign] = {}
     for event in told:
         for sign in filter(None, map(sign_from_json, event.signs)):
-            found[event.node, sign.name, sign.of, sign.worker, sign.peer] = sign
+            key = event.node, sign.name, sign.source, sign.of, sign.worker, sign.peer
+            found[key] = sign
     return list(found.values())

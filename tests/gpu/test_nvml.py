@@ -10,6 +10,7 @@ import torch
 
 from health.gpu import Gpus, open_nvml
 from health.judgement import judge
+from health.xid_events import XidEvents
 
 EVERY_GPU_HAS = {"utilization_percent", "power_w", "sm_clock_mhz", "temperature_c"}
 """What NVML answers for each that trains; `memory_used_bytes` and errors not on all of them."""
@@ -21,6 +22,7 @@ def test_a_gpu_that_works_is_read_and_gives_no_sign() -> None:
     nvml = open_nvml()
     assert nvml is not None, "the driver does not let NVML in"
     gpus = Gpus(nvml)
+    xids = XidEvents(nvml, gpus.handles)
     numbers = torch.randn(2048, 2048, device="cuda")
     readings = []
     for _ in range(3):
@@ -32,3 +34,4 @@ def test_a_gpu_that_works_is_read_and_gives_no_sign() -> None:
         assert len(series) == 3 and series[-1].values["lost"] == 0.0
         assert set(series[-1].values) >= EVERY_GPU_HAS, address
     assert judge({("gpu", of): series for of, series in by_gpu.items()}, "n1", 7.0) == []
+    assert {one.of for one in xids.read(time.monotonic())} <= {*by_gpu}  # others may share it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -106,6 +107,33 @@ def test_what_is_known_of_another_worker_on_the_machine_does_not() -> None:
 def test_the_kernel_has_ended_a_worker_for_its_memory() -> None:
     oom = sign("oom_killed", "n1", cause="out_of_memory", subject="worker", worker="w2")
     assert whom(verdict(loss("w2"), oom)) == ("out_of_memory", ("w2",), (), "certain")
+
+
+def killed(worker: str) -> Sign:
+    """By the kernel's count: some process on its machine was ended when it ended."""
+    shown = sign("oom_killed", NODES[worker], cause="out_of_memory", subject="worker")
+    return replace(shown, worker=worker, source="reading")
+
+
+def test_the_kernel_has_ended_a_process_when_a_worker_crashed() -> None:
+    assert whom(verdict(loss("w2"), killed("w2"))) == ("out_of_memory", ("w2",), (), "certain")
+    assert verdict(loss("w3"), killed("w2")).cause == "crash"
+    assert verdict(loss("w2", "hang"), killed("w2")).cause == "hang"
+    assert verdicts(killed("w2")) == []
+
+
+def test_memory_that_ran_out_on_most_machines_ran_out() -> None:
+    everywhere = ["w0", "w2", "w4"]
+    found = verdicts(*map(loss, everywhere), *map(killed, everywhere))
+    assert [(v.cause, v.workers) for v in found] == [("out_of_memory", (w,)) for w in everywhere]
+
+
+def test_a_line_about_a_process_of_who_knows_whom_explains_nothing_and_is_evidence() -> None:
+    line = "Out of memory: Killed process 7 (python) total-vm:1kB"
+    said = find_sign(line, "kernel", "n1", 5.0, None)
+    assert said is not None
+    found = verdict(loss("w2"), said)
+    assert (found.cause, found.evidence) == ("crash", ("w2 is lost", line))
 
 
 def test_an_error_of_the_users_code_stays_one_whatever_its_words() -> None:
@@ -231,6 +259,12 @@ def test_one_sign_is_weak_two_sources_are_not_and_lines_are_one_source() -> None
     assert verdict(line, read("ecc_uncorrected")).confidence == "likely"
     assert verdict(read("ecc_uncorrected", repeated=True)).confidence == "likely"
     assert [v.confidence for v in verdicts(line, read("ecc_uncorrected", "n2"))] == ["weak", "weak"]
+
+
+def test_an_xid_that_the_driver_and_the_kernels_log_tell_was_written_by_no_hand() -> None:
+    line = sign("xid_48", "n1", remedy="reset_gpu")
+    found = verdict(line, replace(line, source="reading", detail="told"))
+    assert (found.confidence, found.remedy, found.signs) == ("likely", "reset_gpu", ("xid_48",))
 
 
 def test_what_only_strengthens_makes_no_verdict() -> None:

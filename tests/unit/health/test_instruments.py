@@ -18,7 +18,9 @@ from health.heartbeat import Record
 from health.kernel_log import KMSG, KernelLog, open_kernel_log, parse_record
 from health.mounts import PROC, read_mounts
 from health.nic import read_nics
+from health.oom_kills import read_oom_kills
 from health.worker_load import WorkerState, read_worker
+from health.xid_events import XidEvents
 from tests.support.watching import wait_until
 
 
@@ -89,6 +91,35 @@ def test_mounts_of_this_machine() -> None:
     disks = [line.split()[1] for line in PROC.read_text().splitlines() if line.startswith("/dev/")]
     found = read_mounts(0.0, [Path(place) / "x" for place in disks])
     assert {reading.of for reading in found} == {*disks}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "counts", "counted"),
+    [
+        ("0::/pod/box", {"cg/pod/box/memory.events": 2, "cg/pod/memory.events": 9}, 2.0),
+        ("0::/pod/box", {"cg/memory.events": 2, "proc/vmstat": 9}, 2.0),  # mounted as a root
+        ("4:cpu,memory:/box\n0::/", {"cg/memory/box/memory.oom_control": 2}, 2.0),
+        ("4:memory:/box\n1:cpu:/", {"cg/memory/memory.oom_control": 2, "cg/memory.events": 9}, 2.0),
+        ("0::/", {"proc/vmstat": 2}, 2.0),  # the first group has no count
+        ("0::/pod/box", {}, None),
+    ],
+)
+def test_processes_that_the_kernel_has_ended_for_memory(
+    tmp_path: Path, cgroup: str, counts: dict[str, int], counted: float | None
+) -> None:
+    for name, count in {**counts, "proc/self/cgroup": 0}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"under_oom 0\noom_kill {count}\noom_kill_local 7\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"{cgroup}\n")
+    found = read_oom_kills(3.0, tmp_path / "proc", tmp_path / "cg")
+    assert [(r.kind, r.values["oom_kills"]) for r in found] == (
+        [] if counted is None else [("memory", counted)]
+    )
+
+
+def test_this_machine_counts_them() -> None:
+    (reading,) = read_oom_kills(0.0)
+    assert Path(reading.of).is_file() and reading.values["oom_kills"] >= 0
 
 
 def state(pid: int) -> WorkerState:
@@ -251,3 +282,64 @@ def test_what_an_older_package_of_nvml_does_not_know_is_left_out() -> None:
 
     (reading,) = gpus(Older, nvmlDeviceGetPowerUsage=lambda handle: 412_000).read(5.0)
     assert reading.values == {"lost": 0.0, "power_w": 412.0}
+
+
+class Events(Nvml):
+    """Tells a GPU's Xids, each once, as `nvmlEventSetWait_v2` does."""
+
+    nvmlEventTypeXidCriticalError = 8
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("nvmlEvent"):
+            raise AttributeError(name)  # of an older package
+        return super().__getattr__(name)
+
+
+def event(xid: int, kind: int = 8) -> SimpleNamespace:
+    return SimpleNamespace(eventType=kind, eventData=xid)
+
+
+def test_the_xids_of_each_gpu_are_read_once() -> None:
+    waiting: dict[str, list[Any]] = {"set 1": [], "set 2": [event(1)]}
+    sets = iter(waiting)
+    registered: list[tuple[str, int, str]] = []
+
+    def wait(events: str, timeout_ms: int) -> SimpleNamespace:
+        assert timeout_ms == 0
+        return waiting[events].pop(0) if waiting[events] else refuse()
+
+    events = XidEvents(
+        Events(  # type: ignore[arg-type]
+            nvmlEventSetCreate=lambda: next(sets),
+            nvmlDeviceRegisterEvents=lambda *given: registered.append(given),
+            nvmlEventSetWait_v2=wait,
+        ),
+        {"0000:9b:00": "gpu 1", "0000:9c:00": "gpu 2"},
+    )
+    assert registered == [("gpu 1", 8, "set 1"), ("gpu 2", 8, "set 2")]
+    waiting["set 1"] = [event(94), event(63, kind=2), event(79), event(94)]
+    first, second = events.read(5.0)
+    assert (first.kind, first.of, first.values) == ("xid", "0000:9b:00", {"94": 2.0, "79": 1.0})
+    assert (second.of, second.values) == ("0000:9c:00", {"1": 1.0})
+    assert events.read(10.0) == []
+
+
+def test_a_storm_of_xids_holds_no_look_up() -> None:
+    answers = dict(nvmlEventSetCreate=lambda: "set", nvmlDeviceRegisterEvents=lambda *_: None)
+    storm = Events(nvmlEventSetWait_v2=lambda *_: event(31), **answers)
+    (reading,) = XidEvents(storm, {"0000:9b:00": "gpu"}).read(5.0)  # type: ignore[arg-type]
+    assert reading.values == {"31": 100.0}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {},  # an older package
+        {"nvmlEventSetCreate": refuse},
+        {"nvmlEventSetCreate": lambda: "set", "nvmlDeviceRegisterEvents": refuse},
+        {"nvmlEventSetCreate": lambda: "set", "nvmlDeviceRegisterEvents": lambda *_: None},
+    ],
+)
+def test_where_nvml_has_no_events_there_are_none(answers: dict[str, Any]) -> None:
+    events = XidEvents(Events(**answers), {"0000:9b:00": "gpu"})  # type: ignore[arg-type]
+    assert events.read(5.0) == []

@@ -101,6 +101,28 @@ def test_a_disk_that_stays_read_only_is_lost_and_one_that_was_before_is_not(
     assert not any(sign.decisive for sign in signs)
 
 
+@pytest.mark.parametrize(
+    ("counts", "gone", "expected"),
+    [
+        ((3, 3), ("w1",), set()),  # counted before we came
+        ((3, 4), ("w1",), {("w1", "root")}),
+        ((3, 4, 4, 4), ("w1",), {("w1", "root")}),  # it took a while to give its memory back
+        ((3, 4, 4, 4, 4), ("w1",), set()),
+        ((3, 5), ("w1", "w2"), {("w1", "root"), ("w2", "root")}),
+        ((3, 4), (), {(None, "confirmation")}),  # another process
+    ],
+)
+def test_processes_that_the_kernel_ended_for_their_memory(
+    counts: Sequence[float], gone: Sequence[str], expected: set[tuple[str | None, str]]
+) -> None:
+    series = readings("memory", "/proc/vmstat", *({"oom_kills": float(c)} for c in counts))
+    signs = judge({("memory", "/proc/vmstat"): series}, "n1", 7.0, gone)
+    assert {(sign.worker, sign.role) for sign in signs} == expected
+    assert {(s.name, s.cause, s.source, s.node) for s in signs} <= {
+        ("oom_killed", "out_of_memory", "reading", "n1")
+    }
+
+
 WELL = {
     "lost": 0.0,
     "ecc_uncorrected_volatile": 3.0,
@@ -165,6 +187,26 @@ def test_a_gpu(then: list[dict[str, float]], expected: set[tuple[Any, ...]]) -> 
     signs = judged(readings("gpu", "0000:05:00", WELL, *then))
     assert {(s.name, s.role, s.remedy, s.decisive, s.repeated) for s in signs} == expected
     assert {(s.of, s.node) for s in signs} <= {("0000:05:00", "n1")}
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([{"79": 1.0}], {("xid_79", "root", "reboot", False)}),
+        ([{"48": 1.0}, {"48": 1.0}], {("xid_48", "root", "reset_gpu", True)}),
+        ([{"48": 2.0}], {("xid_48", "root", "reset_gpu", True)}),
+        ([{"13": 1.0}], {("xid_13", "confirmation", "new_process", False)}),
+        ([{"45": 1.0}], {("xid_45", "cascade", None, False)}),
+        ([{"144": 1.0}], {("xid_144", "confirmation", None, False)}),  # fatal or not: not told
+        ([{"43": 1.0, "154": 1.0, "999": 1.0}], set()),
+    ],
+)
+def test_xids_that_the_driver_tells(
+    told: list[dict[str, float]], expected: set[tuple[Any, ...]]
+) -> None:
+    signs = judged(readings("xid", "0000:05:00", *told))
+    assert {(s.name, s.role, s.remedy, s.repeated) for s in signs} == expected
+    assert {(s.of, s.cause, s.source) for s in signs} <= {("0000:05:00", "gpu_error", "reading")}
 
 
 # -- workers ---------------------------------------------------------------------------------------

@@ -165,6 +165,17 @@ def test_a_line_says_nothing(log: Log, line: str) -> None:
     assert find_sign(line, log, "n1", 5.0, {7: "w"}) is None
 
 
+@pytest.mark.parametrize(
+    "line",
+    [line for log, line, name, _ in LINES if name in ("oom_killed", "oom_constraint", "hung_task")],
+)
+def test_where_the_kernel_numbers_processes_otherwise_no_worker_is_meant(line: str) -> None:
+    """A container's process 7 is not the kernel's."""
+    sign = find_sign(line, "kernel", "n1", 5.0, None)
+    assert sign is not None
+    assert (sign.worker, sign.node, sign.role) == (None, "n1", "confirmation")
+
+
 def test_only_the_beginning_of_a_line_is_looked_at() -> None:
     text = "CUDA out of memory"
     assert find_sign("x" * (LINE_LENGTH - len(text)) + text, "worker", "n", 0.0, {}) is not None

@@ -37,6 +37,13 @@ def test_a_reading_stands_for_a_minute_and_a_line_for_ten() -> None:
     assert standing.signs == []
 
 
+def test_a_line_and_a_reading_of_one_name_stand_beside_each_other() -> None:
+    standing, read = Standing(), replace(LINE, source="reading", detail="read")
+    assert standing.take([LINE], 0.0)
+    assert standing.take([read], 5.0)
+    assert standing.signs == [LINE, read]
+
+
 def test_a_line_that_comes_again_is_repeated_once() -> None:
     standing = Standing()
     standing.take([LINE], 0.0)

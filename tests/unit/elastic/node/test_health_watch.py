@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import which
 
 import pytest
 
 from elastic.node import health_watch
 from elastic.node.health_watch import SAMPLE_S, HealthWatch, own_names, start_health_watch
+from health.diagnosis import Facts, diagnose
 from health.heartbeat import Record
-from health.kernel_log import KMSG
+from health.kernel_log import KMSG, has_our_pids
 from health.mounts import read_mounts
 from health.reading import Reading
-from health.verdict import Sign
+from health.verdict import Sign, sign_from_json
 from health.worker_load import WorkerState
+from tests.support import ROOT
+from tests.support.little_memory import little_memory, requires_limit
 
 
 @pytest.fixture
@@ -100,6 +107,66 @@ def test_a_line_of_the_kernel_is_told_of(idle: WorkerState) -> None:
     assert about(told, "w1") == [{"oom_killed"}]
 
 
+@pytest.mark.skipif(not os.access(KMSG, os.R_OK | os.W_OK), reason="may not write to /dev/kmsg")
+def test_what_the_kernel_says_of_a_worker_that_has_ended_since_is_told_of(
+    idle: WorkerState,
+) -> None:
+    states, told = [idle], list[list[Sign]]()
+    watch = HealthWatch("n1", lambda: [*states], told.append, lambda readings: None)
+    watch.look(1000.0, 5000.0)
+    KMSG.write_text(f"Out of memory: Killed process {idle.pid} (sleep) total-vm:1kB\n")
+    states.clear()
+    watch.look(1005.0, 5005.0)
+    assert about(told, "w1")[-1] == {"oom_killed"}
+
+
+_IN_A_CONTAINER = """
+import json, os
+from elastic.node.health_watch import HealthWatch
+from health.heartbeat import Record
+from health.kernel_log import KMSG
+from health.worker_load import WorkerState
+record = Record(serial=3, step=2, phase=3, phase_s=0, beat_s=0, collectives=0, thread=1, left=0)
+states = [WorkerState(worker="w1", pid=os.getpid(), record=record, waits=True, works=False)]
+told = []
+watch = HealthWatch("n1", lambda: states, told.append, lambda readings: None)
+KMSG.write_text(f"Out of memory: Killed process {os.getpid()} (mysqld) total-vm:1kB\\n")
+watch.look(1000.0, 5000.0)
+print(json.dumps([[s.worker, s.role] for s in told[-1] if s.name == "oom_killed"]))
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.access(KMSG, os.R_OK | os.W_OK) or which("unshare") is None,
+    reason="makes a namespace of processes, and writes to /dev/kmsg",
+)
+def test_in_a_container_a_number_in_the_kernels_log_is_not_taken_for_a_worker() -> None:
+    """There the kernel's processes have other numbers."""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", _IN_A_CONTAINER]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120).stdout
+    assert json.loads(said) == [[None, "confirmation"]]
+
+
+@requires_limit
+def test_a_worker_that_the_kernel_ends_for_its_memory_is_told_of_without_the_kernels_log() -> None:
+    with little_memory(256 << 20) as group:
+        command = [*group.join, sys.executable, "-m", "tests.support.watched_victim"]
+        said = subprocess.run(
+            command, cwd=ROOT, check=True, capture_output=True, timeout=120
+        ).stdout
+    shown = json.loads(said)
+    assert shown["status"] == -signal.SIGKILL
+    signs = [sign for sign in map(sign_from_json, shown["signs"]) if sign is not None]
+    if os.access(KMSG, os.R_OK) and has_our_pids():
+        assert {(sign.source, sign.worker) for sign in signs} == {("reading", "w1"), ("log", "w1")}
+    (count,) = (sign for sign in signs if sign.source == "reading")
+    assert (count.worker, count.node, count.role) == ("w1", "n1", "root")
+    lost = replace(count, name="crash", source="loss", cause="crash", detail="process 7 ended")
+    facts = Facts(signs=[lost, count], nodes={"w1": "n1"}, replicas={}, names={})
+    (verdict,) = diagnose(facts)
+    assert (verdict.cause, verdict.workers) == ("out_of_memory", ("w1",))
+
+
 def test_a_line_of_a_workers_output_is_told_of(idle: WorkerState, tmp_path: Path) -> None:
     log = tmp_path / "worker.err"
     log.write_text("CUDA error: uncorrectable ECC error encountered, before its watch began\n")
@@ -112,6 +179,20 @@ def test_a_line_of_a_workers_output_is_told_of(idle: WorkerState, tmp_path: Path
     assert about(told, "w1") == [set(), {"cuda_ecc"}]
     (sign,) = (sign for sign in told[-1] if sign.worker == "w1")
     assert (sign.source, sign.worker, sign.node, sign.at_s) == ("log", "w1", "n1", 5005.0)
+
+
+def test_the_last_words_of_a_worker_that_has_ended_since_are_told_of(
+    idle: WorkerState, tmp_path: Path
+) -> None:
+    log = tmp_path / "worker.err"
+    log.touch()
+    states, told = [replace(idle, logs=(str(log),))], list[list[Sign]]()
+    watch = HealthWatch("n1", lambda: [*states], told.append, lambda readings: None)
+    watch.look(1000.0, 5000.0)
+    log.write_text("RuntimeError: CUDA error: uncorrectable ECC error encountered\n")
+    states.clear()
+    watch.look(1005.0, 5005.0)
+    assert about(told, "w1")[-1] == {"cuda_ecc"}
 
 
 def test_an_instrument_that_fails_leaves_the_others_and_is_told_of_once(

@@ -1,0 +1,68 @@
+"""Xid errors as the driver tells them itself, by NVML's events: where the kernel's log may not be
+read, and beside it, for nobody can write one by hand.
+
+A call may block where a GPU is gone, as all of NVML (`gpu.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from health.reading import Reading
+
+_MOST_EVENTS = 100
+"""Of a GPU at one look: what a storm leaves behind is read with the next ones."""
+
+
+class XidEvents:
+    """The Xid errors of GPUs from its construction on.
+
+    A set of events for each GPU: which one an event is of is then known without a question to a
+    driver that may have lost it.
+
+    Args:
+        nvml: the module, from `open_nvml`.
+        gpus: address -> handle.
+    """
+
+    def __init__(self, nvml: ModuleType, gpus: Mapping[str, Any]) -> None:
+        self._nvml = nvml
+        opened = {address: self._open(handle) for address, handle in gpus.items()}
+        self._sets = {address: events for address, events in opened.items() if events is not None}
+
+    def _open(self, handle: Any) -> Any:
+        """The events of a GPU; None where this GPU, driver or package of NVML has none."""
+        nvml = self._nvml
+        try:
+            events = nvml.nvmlEventSetCreate()
+            nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        except (nvml.NVMLError, AttributeError):
+            return None
+        return events
+
+    def read(self, at_s: float) -> list[Reading]:
+        """A reading for each GPU that had some since the last call: number of the Xid -> times.
+        Does not wait.
+
+        Args:
+            at_s: now, on the monotonic clock.
+        """
+        found = {address: Counter(self._take(events)) for address, events in self._sets.items()}
+        return [
+            Reading(kind="xid", of=address, at_s=at_s, values={str(x): float(n[x]) for x in n})
+            for address, n in found.items()
+            if n
+        ]
+
+    def _take(self, events: Any) -> Iterator[int]:
+        """The Xids that wait in a set."""
+        for _ in range(_MOST_EVENTS):
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(events, 0)
+            except (self._nvml.NVMLError, AttributeError):  # none is left, or the GPU is lost
+                return
+            if event.eventType == self._nvml.nvmlEventTypeXidCriticalError:
+                yield int(event.eventData)
