@@ -12,6 +12,7 @@ from elastic.cli.arguments import count, positive
 from elastic.cli.program import READ, add_program_to, find_trainer
 from elastic.cli.show import human_bytes, table
 from trainer.dryrun.machines import MACHINES, Machine
+from trainer.dryrun.on_nodes import describe_levels
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,6 +123,9 @@ def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> 
     if found.offloaded_bytes:
         lines.append(_offloaded(found))
     lines += [f"{'does not fit' if one.refused else 'beware'}: {one}" for one in found.misfits]
+    if machine is not None:
+        levels = describe_levels(trainer.train.parallel, machine.gpus)
+        lines += [] if levels is None else [levels]
     if found.lacks_gpus:
         lines.append(f"{found.workers:,} workers, but {found.gpus:,} GPUs: it does not fit")
     elif found.fits is False and not found.is_refused:

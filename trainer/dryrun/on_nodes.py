@@ -88,5 +88,28 @@ def _misfit_of_levels(parallel: ParallelConfig, room: int) -> Misfit | None:
     return None
 
 
+def describe_levels(parallel: ParallelConfig, room: int) -> str | None:
+    """What two levels would change for replicas that are flat, where it may pay; None elsewhere.
+
+    Args:
+        parallel: the layout of one replica.
+        room: workers that each node holds.
+    """
+    here = _largest_level(parallel, room)
+    if parallel.workers_per_node is not None or here is None:
+        return None
+    nodes, fsdp = parallel.workers // here, parallel.dims.fsdp
+    if nodes < _LEAST_NODES or parallel.dims.regathers_partly:
+        return None
+    return (
+        f"a replica is on {nodes} nodes, in a ring of {fsdp - 1} steps: workers_per_node={here} "
+        f"makes {nodes - 1} + {fsdp // nodes - 1} of them (when that pays: docs/two-levels.md)"
+    )
+
+
+_LEAST_NODES = 16
+"""On fewer there is nothing to gain by NCCL's latencies (`benchmarks.collectives --forecast`)."""
+
+
 def _largest_level(parallel: ParallelConfig, room: int) -> int | None:
     return max((here for here in parallel.node_sizes if here <= room), default=None)

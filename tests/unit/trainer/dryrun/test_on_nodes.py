@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.config import ParallelConfig
-from trainer.dryrun.on_nodes import find_misfits
+from trainer.dryrun.on_nodes import describe_levels, find_misfits
 
 
 def found(room: int, **layout: Any) -> list[tuple[str, bool]]:
@@ -57,3 +57,16 @@ def test_levels_are_those_of_the_nodes(
     misfits = find_misfits(ParallelConfig(**layout), room)
     assert [misfit.refused for misfit in misfits] == ([] if refused is None else [refused])
     assert all(misfit.fix == use for misfit in misfits)
+
+
+def test_two_levels_are_spoken_of_where_they_may_pay() -> None:
+    told = describe_levels(ParallelConfig(shard=64, tensor=2), 8)
+    assert told is not None
+    assert "on 16 nodes, in a ring of 63 steps: workers_per_node=8 makes 15 + 3 of" in told
+    for layout in (
+        ParallelConfig(shard=16),  # two nodes
+        ParallelConfig(shard=16, tensor=8),  # one of its ring on each
+        ParallelConfig(shard=64, tensor=2, workers_per_node=8),
+        ParallelConfig(shard=128, reshard_after_forward=8),
+    ):
+        assert describe_levels(layout, 8) is None
