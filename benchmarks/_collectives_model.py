@@ -91,6 +91,25 @@ def forecast(gpus: int, per_node: int = 8) -> dict[str, dict[str, dict[str, floa
     return found
 
 
+NODES = (2, 4, 6, 8, 16, 32, 64, 128)
+"""That a replica may be on."""
+
+
+def gains_by_nodes(per_node: int = 8) -> dict[str, dict[str, float]]:
+    """By nodes of a replica on p4d, what a micro-batch's collectives of a block gain: by the
+    planner's latencies under the model's name, by NCCL's own with `hops`. Below 1: a loss."""
+    found: dict[str, dict[str, float]] = {}
+    for nodes in NODES:
+        row = found[str(nodes)] = {}
+        for name, parameters in BLOCKS.items():
+            buffers = (2.0 * parameters, 2.0 * parameters, 4.0 * parameters)
+            for suffix, ring, fabric in (("", ring_s, P4D), (" hops", ring_of_hops_s, P4D_HOPS)):
+                flat_s = sum(ring(nodes, per_node, size, fabric) for size in buffers)
+                two_s = sum(two_level_s(nodes, per_node, size, fabric) for size in buffers)
+                row[f"{name}{suffix}"] = round(flat_s / two_s, 2)
+    return found
+
+
 def _compared(flat_s: float, two_s: float) -> dict[str, float]:
     return {
         "flat_ms": round(1e3 * flat_s, 2),

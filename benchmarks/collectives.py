@@ -22,7 +22,14 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from benchmarks._collectives_model import Fabric, forecast, ring_of_hops_s, ring_s, two_level_s
+from benchmarks._collectives_model import (
+    Fabric,
+    forecast,
+    gains_by_nodes,
+    ring_of_hops_s,
+    ring_s,
+    two_level_s,
+)
 from benchmarks._collectives_rank import Settings, work
 from benchmarks._common import end_properly, print_result, say, scratch, show_table
 from benchmarks._slow_network import SlowNetwork
@@ -35,15 +42,17 @@ def main() -> None:
     """Runs the benchmark; the last line on stdout is one JSON object."""
     options = parse()
     end_properly()
-    why_not = why_no_hosts()
+    why_not = "only the forecast was asked for" if options.forecast else why_no_hosts()
     if why_not is None and not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         why_not = "the relay needs /dev/net/tun"
-    forecast_1024 = forecast(1024)
+    forecast_1024, by_nodes = forecast(1024), gains_by_nodes()
+    forecasts = {"forecast_1024": forecast_1024, "forecast_by_nodes": by_nodes}
     for name, kinds in forecast_1024.items():
         show_table(f"forecast for a {name} block on 1,024 GPUs of p4d", kinds)
+    show_table("forecast of the gain for a micro-batch, by p4d nodes of a replica", by_nodes)
     if why_not is not None:
         say(f"nothing is measured: {why_not}")
-        print_result({"nodes": None, "why_not": why_not, "forecast_1024": forecast_1024})
+        print_result({"nodes": None, "why_not": why_not, **forecasts})
         return
     nodes = {}
     for count in options.nodes:
@@ -56,12 +65,15 @@ def main() -> None:
         "mbytes_s": round(bare[0]["node_bytes_s"] / 1e6),
     }
     show_table("the relay by itself", {"relay": relay})
-    print_result({"nodes": nodes, "relay": relay, "forecast_1024": forecast_1024})
+    print_result({"nodes": nodes, "relay": relay, **forecasts})
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=__doc__)
+    parser.add_argument(
+        "--forecast", action="store_true", help="the forecast alone: no time at all"
+    )
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8], help="(2 4 8)")
     parser.add_argument("--here", type=int, default=2, help="workers on a node (2)")
     parser.add_argument("--kib", type=int, default=1024, help="of a whole buffer (1024)")

@@ -214,6 +214,13 @@ class ParallelConfig:
         """Workers in one replica."""
         return self._flat.workers
 
+    @property
+    def node_sizes(self) -> list[int]:
+        """What `workers_per_node` can be, beside None: it leaves several nodes, and on each several
+        workers that parameters are sharded over."""
+        all_, unit = self.workers, self.workers // self.shard
+        return [n for n in range(unit, all_, unit) if not all_ % n and n > self.tensor]
+
     def check(self, train: TrainConfig) -> None:
         """Raises ConfigError where a degree is below 1, a name is taken, or a dimension does not go
         with the rest of `train`."""
@@ -230,15 +237,14 @@ class ParallelConfig:
             dim.check(train)
 
     def _check_nodes(self) -> None:
-        here, all_, unit = self.workers_per_node, self.workers, self.workers // self.shard
-        possible = [n for n in range(unit, all_, unit) if not all_ % n and n > self.tensor]
+        here, possible = self.workers_per_node, self.node_sizes
         if here is not None and here not in possible:
             raise ConfigError(
                 "train.parallel.workers_per_node",
                 here,
-                f"it does not cut the {all_} workers of a replica, in groups of {unit} that share "
-                "samples, over two nodes or more with two or more each that parameters are "
-                "sharded over",
+                f"it does not cut the {self.workers} workers of a replica, in groups of "
+                f"{self.workers // self.shard} that share samples, over two nodes or more with two "
+                "or more each that parameters are sharded over",
                 f"Use {' or '.join(map(str, possible))}" if possible else "Use None",
             )
         if here is not None and self._flat.regathers_partly:

@@ -12,6 +12,7 @@ from elastic.cli.arguments import count, positive
 from elastic.cli.program import READ, add_program_to, find_trainer
 from elastic.cli.show import human_bytes, table
 from trainer.dryrun.machines import MACHINES, Machine
+from trainer.dryrun.on_nodes import describe_levels
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     )
     layout = (trainer.train, trainer.scaling.max_replicas)
     found, change = judge.judge(*layout), None
-    if found.fits is False and not found.lacks_gpus:
+    if found.fits is False and not (found.lacks_gpus or found.is_refused):
         change = judge.nearest(*layout)
     if options.json:
         print(json.dumps({**found.to_json(), "nearest": change.text if change else None}))
@@ -121,9 +122,13 @@ def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> 
         )
     if found.offloaded_bytes:
         lines.append(_offloaded(found))
+    lines += [f"{'does not fit' if one.refused else 'beware'}: {one}" for one in found.misfits]
+    if machine is not None:
+        levels = describe_levels(trainer.train.parallel, machine.gpus)
+        lines += [] if levels is None else [levels]
     if found.lacks_gpus:
         lines.append(f"{found.workers:,} workers, but {found.gpus:,} GPUs: it does not fit")
-    elif found.fits is False:
+    elif found.fits is False and not found.is_refused:
         lines.append(f"nearest change that fits: {change.text if change else 'none was found'}")
     if needs.collectives:
         lines += ["", table(_collective_rows(found))]

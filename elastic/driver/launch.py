@@ -24,7 +24,7 @@ from elastic.driver.preparing import prepare_task
 from elastic.driver.resources import (
     check_device,
     check_kinds,
-    check_tensor_groups,
+    check_nodes,
     find_unused,
     wait_for_workers,
 )
@@ -253,7 +253,7 @@ class Launch:
         _end_leftovers(paths)  # they may hold what the workers need
         for unused in find_unused(self.scaling, self.train, most_on_a_node("GPU")):
             log.warning("%s", unused)
-        check_tensor_groups(self.scaling, self.train.parallel)
+        check_nodes(self.scaling, self.train.parallel)
         self._say_layout()
         tell("waiting for the resources of the smallest layout")
         plan = wait_for_workers(self.scaling, self.train.parallel)

@@ -14,6 +14,7 @@ from elastic.ray_compat.cluster import available_per_node
 from elastic.ray_compat.groups import Demand
 from trainer.capability import BFLOAT16, FLOAT8, all_older
 from trainer.config import ParallelConfig, TrainConfig
+from trainer.dryrun.on_nodes import find_misfits
 from trainer.errors import ConfigError
 from trainer.float8.config import Float8
 
@@ -120,36 +121,20 @@ def find_unused(scaling: ScalingConfig, train: TrainConfig, gpus: float) -> list
     return []
 
 
-def check_tensor_groups(scaling: ScalingConfig, parallel: ParallelConfig) -> None:
-    """Warns where no node has room for the workers of a tensor group, which talk in every layer.
-    This process has joined the cluster.
+def check_nodes(scaling: ScalingConfig, parallel: ParallelConfig) -> None:
+    """Warns where the layout does not go with the nodes there are: they do not hold a group whose
+    workers talk in every layer, or are other than the levels it is gathered in. This process has
+    joined the cluster.
 
     Raises:
-        ConfigError: there is none on GPUs, and no autoscaler that could bring one.
+        ConfigError: on GPUs no node holds what is meant for NVLink, and no autoscaler could bring
+            one that does.
     """
     room = max((count_fitting(scaling, node) for node in resources_per_node()), default=0)
-    fact = plan_tensor_groups(parallel.tensor, room)
-    if fact is None:
-        return
-    fix = f"Use tensor = {max(1, room)} or less and a larger shard degree, or larger nodes"
-    if scaling.device == "cuda" and not may_bring_nodes():
-        raise ConfigError("train.parallel.tensor", parallel.tensor, fact, fix)
-    log.warning("train.parallel.tensor = %d: %s. %s", parallel.tensor, fact, fix)
-
-
-def plan_tensor_groups(tensor: int, room: int) -> str | None:
-    """Why a tensor group will be on several nodes; None where one holds it.
-
-    Args:
-        tensor: workers in it.
-        room: workers that the largest node holds.
-    """
-    if tensor <= max(1, room):
-        return None
-    return (
-        f"no node holds more than {room} workers, and those of a tensor group exchange activations "
-        "in every layer, over NVLink where they are on one node"
-    )
+    for misfit in find_misfits(parallel, room):
+        if misfit.refused and scaling.device == "cuda" and not may_bring_nodes():
+            raise ConfigError(misfit.field, misfit.value, misfit.fact, misfit.fix)
+        log.warning("%s", misfit)
 
 
 def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:

@@ -24,6 +24,7 @@ from elastic import (
     ResourcesError,
     ScalingConfig,
 )
+from elastic.driver.resources import check_nodes
 from tests.support.tiny import tiny_task, tiny_train, tiny_trainer
 
 Build = Callable[[Path, Path], ElasticTrainer]
@@ -204,6 +205,15 @@ def test_gpus_that_cannot_come_are_not_waited_for(
     with pytest.raises(ConfigError, match=r"scaling\.device = 'cuda': no node .* has a GPU"):
         trainer.fit()
     assert not (tmp_path / ".data").exists()
+
+
+def test_levels_that_are_no_nodes(cluster: None, caplog: pytest.LogCaptureFixture) -> None:
+    """On the CPUs of one node, and on GPUs that no node has."""
+    layout = ParallelConfig(shard=4, workers_per_node=2)
+    check_nodes(ScalingConfig(), layout)
+    assert "workers_per_node = 2: a node holds all 4 workers of a replica" in caplog.text
+    with pytest.raises(ConfigError, match="workers_per_node = 2: no node holds more than 0 wor"):
+        check_nodes(ScalingConfig(device="cuda"), layout)
 
 
 def test_too_few_resources_after_a_stated_wait(cluster: None, text: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from trainer.backend.groups import Device
 from trainer.config import TrainConfig
 from trainer.dryrun.changes import Change, plan_changes
 from trainer.dryrun.machines import Machine
+from trainer.dryrun.on_nodes import find_misfits
 from trainer.dryrun.rank import dry_run
 from trainer.dryrun.report import Report
 from trainer.dryrun.shape import prepare_shape
@@ -46,6 +47,7 @@ class Judge:
             workers=replicas * train.parallel.workers,
             machine=self.machine,
             nodes=self.nodes,
+            misfits=find_misfits(train.parallel, self.machine.gpus) if self.machine else (),
         )
 
     def nearest(self, train: TrainConfig, replicas: int) -> Change | None:

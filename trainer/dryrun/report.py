@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from trainer.dryrun.machines import Machine, beside_tensors
+from trainer.dryrun.on_nodes import Misfit
 from trainer.dryrun.rank import RankNeeds
 from trainer.dryrun.watch import NODE, NODES
 
@@ -31,6 +33,8 @@ class Report:
     """Where they are; None: on a CPU."""
     nodes: int | None
     """How many machines; None: as many as it takes."""
+    misfits: Sequence[Misfit] = ()
+    """What of the layout does not go with them."""
 
     @property
     def components(self) -> dict[str, int]:
@@ -62,6 +66,11 @@ class Report:
         return self.gpus is not None and self.gpus < self.workers
 
     @property
+    def is_refused(self) -> bool:
+        """Whether a start on such machines would refuse the layout."""
+        return any(misfit.refused for misfit in self.misfits)
+
+    @property
     def offloaded_bytes(self) -> int:
         """Activations in the memory of one machine, of all its workers."""
         there = 1 if self.machine is None else min(self.machine.gpus, self.workers)
@@ -75,10 +84,11 @@ class Report:
 
     @property
     def fits(self) -> bool | None:
-        """Whether memory and machines are enough; None where the memory is unknown."""
+        """Whether memory and machines are enough, and hold what must be on one of them; None where
+        the memory is unknown."""
         if self.machine is None:
             return None
-        lacks = self.lacks_gpus or self.lacks_host_memory
+        lacks = self.lacks_gpus or self.lacks_host_memory or self.is_refused
         return self.needed_bytes <= self.machine.memory_bytes and not lacks
 
     @property
@@ -105,4 +115,5 @@ class Report:
             "parameters": self.needs.parameters,
             "workers": self.workers,
             "gpus": self.gpus,
+            "misfits": [str(misfit) for misfit in self.misfits],
         }

@@ -132,6 +132,28 @@ def test_too_few_machines(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "2 workers, but 1 GPUs: it does not fit" in capsys.readouterr().out
 
 
+def test_groups_that_no_machine_holds(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "lanes=None, parallel=ParallelConfig(shard=4, workers_per_node=2)"
+    text = PROGRAM.replace("lanes=None", layout)
+    file.write_text(
+        text.replace("import ElasticTrainer,", "import ElasticTrainer, ParallelConfig,")
+    )
+    options = ["dryrun", str(file), "--memory-gb", "80", "--gpus-per-node"]
+    assert main([*options, "2"]) == 0
+    assert "workers_per_node" not in capsys.readouterr().out
+    assert main([*options, "4"]) == 0
+    said = "beware: train.parallel.workers_per_node = 2: a node holds all 4 workers of a replica"
+    assert said in capsys.readouterr().out
+    assert main([*options, "1"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit: train.parallel.workers_per_node = 2: no node holds more than 1" in out
+    assert "nearest change" not in out
+    assert main([*options, "1", "--json"]) == 1
+    json_found = shown(capsys)
+    assert json_found["fits"] is False and json_found["verdict"] == "fits"
+    assert len(json_found["misfits"]) == 1
+
+
 @pytest.mark.parametrize(
     ("where", "why"),
     [

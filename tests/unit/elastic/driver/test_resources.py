@@ -7,12 +7,7 @@ import pytest
 
 from elastic import Float8
 from elastic.config import ScalingConfig
-from elastic.driver.resources import (
-    check_kinds,
-    count_fitting,
-    find_unused,
-    plan_tensor_groups,
-)
+from elastic.driver.resources import check_kinds, count_fitting, find_unused
 from tests.support.small_llama import small_train
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
@@ -40,15 +35,6 @@ def test_the_scarcest_resource_decides(
     scaling: ScalingConfig, there: dict[str, float], workers: int
 ) -> None:
     assert count_fitting(scaling, there) == workers
-
-
-@pytest.mark.parametrize(
-    ("tensor", "room", "said"), [(1, 0, False), (8, 8, False), (8, 4, True), (2, 1, True)]
-)
-def test_a_tensor_group_that_no_node_holds_is_told(tensor: int, room: int, said: bool) -> None:
-    fact = plan_tensor_groups(tensor, room)
-    assert (fact is not None) == said
-    assert fact is None or f"more than {room} workers" in fact
 
 
 @pytest.mark.parametrize(
