@@ -1,8 +1,8 @@
 """What all-gathers and reduce-scatters should take, by latency and bandwidth. Pure.
 
 A flat ring over n nodes with g workers each makes n * g - 1 steps, two levels n - 1 across nodes
-and g - 1 inside; both send the same bytes over a node's network. Latencies and bandwidths are those
-of the planner's facts, taken before anything was measured.
+and g - 1 inside; both send the same bytes over a node's network. What is assumed of a network was
+written down before anything was measured (docs/two-levels.md says whose assumptions they are).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Fabric:
 
 
 P4D = Fabric(alpha_s=20e-6, inside_alpha_s=15e-6, node_bytes_s=0.9 * 50e9, inside_bytes_s=240e9)
-"""The planner's: 20 µs a step, 15 µs over NVLink, 400 Gbit/s of which nine tenths are reached."""
+"""20 µs a step, which the planner's facts give for the steps of two levels, and 15 µs over NVLink;
+400 Gbit/s, of which nine tenths are our own guess."""
 
 P4D_HOPS = Fabric(
     alpha_s=14e-6, inside_alpha_s=3.4e-6, node_bytes_s=0.9 * 50e9, inside_bytes_s=240e9
