@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import diagnosis
 from benchmarks._diagnosis_faults import FAULTS, PHASES, RANKS, fault_cases
-from benchmarks._diagnosis_recorded import recorded_cases
+from benchmarks._diagnosis_recorded import published_cases, recorded_cases
 from benchmarks.diagnosis import is_held_out, is_mistake, run, score
 
 FIGURES = ("precision", "recall", "worker_accuracy")
@@ -25,10 +25,12 @@ def test_all_cases_are_judged_and_nobody_is_evicted_for_nothing(
         assert all(part[figure] >= 0.99 for figure in FIGURES)
         assert part["false_evictions"] == 0
     assert result["cases"] + result["held_out"]["cases"] == len([*fault_cases(), *recorded_cases()])
+    assert result["published"]["cases"] == result["published"]["recorded"] == len(published_cases())
+    assert result["published"]["false_evictions"] == 0
 
 
 def test_every_fault_is_at_every_place_under_a_name_of_its_own() -> None:
-    names = [case.name for case in (*fault_cases(), *recorded_cases())]
+    names = [case.name for case in (*fault_cases(), *recorded_cases(), *published_cases())]
     assert len(fault_cases()) == len(FAULTS) * len(PHASES) * len(RANKS) == 144
     assert len(names) == len(set(names))
 
