@@ -14,6 +14,7 @@ precision        of the verdicts that something is done for, those with the righ
 recall           of the faults that need something done, those with such a verdict
 worker_accuracy  of these, those that name just the workers and machines at fault
 false_evictions  workers or machines that something is done to, and that were not at fault
+kinds_of_faults  of the process-level cases, those that differ by more than names and numbers
 
 This measures how well the rules fit what they were written for. What it leaves out: whether a run
 gets this evidence at all and how soon (`benchmarks.detection` injects the faults for real), faults
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks._common import print_result, say
-from benchmarks._diagnosis_faults import Case, fault_cases
+from benchmarks._diagnosis_faults import Case, fault_cases, kinds
 from benchmarks._diagnosis_recorded import published_cases, recorded_cases
 from elastic.reporting.incidents import find_incidents
 from elastic.reporting.verdicts import Advice, find_verdicts
@@ -132,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(describe(outcome))
     held_out = [outcome for outcome in outcomes if is_held_out(outcome.case)]
     apart = {"held_out": score(held_out), "published": score(published)}
-    print_result({**score(open_ones), **apart})
+    print_result({**score(open_ones), "kinds_of_faults": kinds(fault_cases()), **apart})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import diagnosis
-from benchmarks._diagnosis_faults import FAULTS, PHASES, RANKS, fault_cases
+from benchmarks._diagnosis_faults import FAULTS, PHASES, RANKS, fault_cases, kinds
 from benchmarks._diagnosis_recorded import published_cases, recorded_cases
 from benchmarks.diagnosis import is_held_out, is_mistake, run, score
 
@@ -43,6 +43,15 @@ def test_every_fault_is_at_every_place_under_a_name_of_its_own() -> None:
     names = [case.name for case in (*fault_cases(), *recorded_cases(), *published_cases())]
     assert len(fault_cases()) == len(FAULTS) * len(PHASES) * len(RANKS) == 144
     assert len(names) == len(set(names))
+
+
+def test_cases_are_of_one_kind_where_names_and_numbers_alone_differ() -> None:
+    one, two = (
+        c for c in fault_cases() if c.name in ("sigkill.forward.first", "sigkill.forward.last")
+    )
+    awaited = next(c for c in fault_cases() if c.name == "sigkill.backward.first")
+    assert (kinds([one, two]), kinds([one, awaited])) == (1, 2)
+    assert kinds(fault_cases()) == 23, "as docs/health.md says"
 
 
 def test_about_a_third_is_held_out() -> None:
