@@ -131,7 +131,8 @@ def _sign(
             return None
         name, role, remedy = f"xid_{groups['xid']}", xid.role, xid.remedy
     if "action" in groups:
-        remedy = RECOVERY_ACTIONS.get(groups["action"])
+        actions, number = list(RECOVERY_ACTIONS.values()), int(groups["action"], 16)
+        remedy = actions[number] if number < len(actions) else None
         if remedy is None:
             return None
     return Sign(

@@ -57,5 +57,5 @@ RECOVERY_ACTIONS: dict[str, Step | None] = {
     "Drain P2P": "other_seat",
     "Drain and Reset": "reset_gpu",
 }
-"""What the driver asks for, as Xid 154 names it. In this order it is numbered in NVML's field
-`GET_GPU_RECOVERY_ACTION`, too."""
+"""What the driver asks for, by its number in Xid 154 and in NVML's field `GET_GPU_RECOVERY_ACTION`:
+this order. Its names there differ by the driver's release."""

@@ -152,19 +152,8 @@ class SlowWatch:
         *,
         first: bool,
     ) -> None:
-        worst = min((slow[worker] for worker in blame.workers), key=lambda one: one.score)
-        count = f"{len(blame.workers)} worker{'s' if len(blame.workers) > 1 else ''}"
-        rounds = min(self._rounds[worker] for worker in blame.workers)
-        where = "" if blame.nodes else " on several machines, of which one may be slow"
-        event = events.StragglersFound(
-            time=time.time(),
-            step=self._membership.progress.recorded,
-            workers=list(blame.workers),
-            nodes=list(blame.nodes),
-            score=round(worst.score, 3),
-            part=worst.part,
-            detail=f"{count}{where}, slow in {rounds} rounds running: {worst.evidence}",
-        )
+        step = self._membership.progress.recorded
+        event = event_of(blame, slow, self._rounds, step, time.time())
         self._records.note(event)
         if self._meet is not None and blame.nodes:
             self._aside.spawn(self._meet(_verdict(event)))
@@ -195,6 +184,37 @@ class SlowWatch:
             **facts,
             paces=paces,
         )
+
+
+def event_of(
+    blame: Blame,
+    slow: Mapping[str, Slowness],
+    rounds: Mapping[str, int],
+    step: int,
+    time_s: float,
+) -> events.StragglersFound:
+    """What is written down of stragglers that belong together.
+
+    Args:
+        blame: they.
+        slow: all that are slow in this round.
+        rounds: worker -> rounds running in which it was slow.
+        step: the latest that was committed.
+        time_s: now, in seconds since the epoch.
+    """
+    worst = min((slow[worker] for worker in blame.workers), key=lambda one: one.score)
+    count = f"{len(blame.workers)} worker{'s' if len(blame.workers) > 1 else ''}"
+    running = min(rounds[worker] for worker in blame.workers)
+    where = "" if blame.nodes else " on several machines, of which one may be slow"
+    return events.StragglersFound(
+        time=time_s,
+        step=step,
+        workers=list(blame.workers),
+        nodes=list(blame.nodes),
+        score=round(worst.score, 3),
+        part=worst.part,
+        detail=f"{count}{where}, slow in {running} rounds running: {worst.evidence}",
+    )
 
 
 def _verdict(event: events.StragglersFound) -> Verdict:

@@ -190,16 +190,27 @@ class HealthWatch:
         return [sign for sign in found if sign is not None]
 
     def _hear_workers(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
-        """Signs in what workers have written since the last look. What a worker raises is told with
-        its loss; a line about that may be of an exception that its code has caught."""
         logs = {log: state.worker for state in states for log in state.logs}
         self._tails = {log: self._tails.get(log) or LogTail(Path(log)) for log in logs}
-        found = (
-            find_sign(line, "worker", self._node, at_s, {}, writer=logs[log])
+        return [
+            sign
             for log, tail in self._tails.items()
-            for line in tail.read()
-        )
-        return [sign for sign in found if sign is not None and sign.cause not in _RAISED]
+            for sign in hear_worker(logs[log], tail, self._node, at_s)
+        ]
+
+
+def hear_worker(worker: str, tail: LogTail, node: str, at_s: float) -> list[Sign]:
+    """Signs in what a worker has written since the last look. What it raises is told with its loss;
+    a line about that may be of an exception that its code has caught.
+
+    Args:
+        worker: that writes there.
+        tail: of its file.
+        node: where it runs.
+        at_s: now, in seconds since the epoch.
+    """
+    found = (find_sign(line, "worker", node, at_s, {}, writer=worker) for line in tail.read())
+    return [sign for sign in found if sign is not None and sign.cause not in _RAISED]
 
 
 def own_names() -> list[str]:

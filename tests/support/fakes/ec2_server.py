@@ -26,17 +26,24 @@ TAG = {"Key": "cluster", "Value": "llama"}
 
 
 class Cloud:
-    """What a test asks and sets. `boto3` finds the server by its environment."""
+    """What a test asks and sets. `boto3` finds the server by its environment; what the test itself
+    asks goes past it to moto, and is not noted.
 
-    def __init__(self) -> None:
+    Args:
+        moto: its address.
+    """
+
+    def __init__(self, moto: str) -> None:
         self.refuse: dict[str, str] = {}
         """Subnet, or "" for requests without one -> error code of RunInstances there."""
         self.launches: list[dict[str, str]] = []
         """The parameters of every RunInstances, as they came."""
         self.reboots: list[str] = []
         """The instance of every RebootInstances."""
-        self.ec2: Any = boto3.client("ec2")
-        self.scaling: Any = boto3.client("autoscaling")
+        self.calls: set[str] = set()
+        """What was asked for, as policies have it: "ec2:RunInstances"."""
+        self.ec2: Any = boto3.client("ec2", endpoint_url=moto)
+        self.scaling: Any = boto3.client("autoscaling", endpoint_url=moto)
         (self.image, *_) = (one["ImageId"] for one in self.ec2.describe_images()["Images"])
         self.subnets: list[str] = [
             one["SubnetId"] for one in self.ec2.describe_subnets()["Subnets"]
@@ -54,7 +61,6 @@ class Cloud:
         made = self.ec2.run_instances(
             ImageId=self.image, MinCount=1, MaxCount=1, TagSpecifications=tags
         )
-        self.launches.clear()
         found: dict[str, Any] = made["Instances"][0]
         return found
 
@@ -108,8 +114,7 @@ def ec2_server() -> Iterator[Cloud]:
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
         try:
             proxy.upstream = f"{host}:{port}"  # type: ignore[attr-defined]
-            proxy.cloud = None  # type: ignore[attr-defined]
-            proxy.cloud = cloud = Cloud()  # type: ignore[attr-defined]
+            proxy.cloud = cloud = Cloud(f"http://{host}:{port}")  # type: ignore[attr-defined]
             yield cloud
         finally:
             proxy.shutdown()
@@ -129,12 +134,13 @@ class _Handler(BaseHTTPRequestHandler):
         server: Any = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         asked = {name: values[0] for name, values in parse_qs(body.decode()).items()}
-        if server.cloud is not None and asked.get("Action") == "RunInstances":
+        server.cloud.calls.add(f"{_service(self.headers['Authorization'])}:{asked['Action']}")
+        if asked["Action"] == "RunInstances":
             server.cloud.launches.append(asked)
             subnet = asked.get("SubnetId") or asked.get("NetworkInterface.1.SubnetId", "")
             if subnet in server.cloud.refuse:
                 return self._refuse(server.cloud.refuse[subnet])
-        if server.cloud is not None and asked.get("Action") == "RebootInstances":
+        if asked["Action"] == "RebootInstances":
             server.cloud.reboots.append(asked["InstanceId.1"])
         upstream = http.client.HTTPConnection(server.upstream, timeout=60)
         upstream.request("POST", urlsplit(self.path).path, body, dict(self.headers.items()))
@@ -153,4 +159,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """What is asked is noted in `launches`."""
+        """What is asked is noted in `calls` and `launches`."""
+
+
+def _service(authorization: str) -> str:
+    """That a request is signed for: "... Credential=KEY/DATE/REGION/SERVICE/aws4_request, ..."."""
+    _, _, credential = authorization.partition("Credential=")
+    return credential.split("/")[3]

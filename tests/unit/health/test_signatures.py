@@ -45,6 +45,33 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
     ),
     (
         "kernel",
+        "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from 0x0 (None) to "
+        "0x2 (OS Reboot)",
+        "gpu_recovery_action",
+        {"of": "0000:02:00", "remedy": "reboot"},
+    ),
+    (
+        "kernel",
+        "NVRM: Xid (PCI:0000:dc:00): 45, pid=7, name=python3, Ch 00000001 caused by previous "
+        "Xid 149",
+        "xid_149",
+        {"of": "0000:dc:00", "role": "root", "remedy": "reset_gpu"},
+    ),
+    (
+        "kernel",
+        "NVRM: GPU 0000:81:00.0: RmInitAdapter failed! (0x25:0x40:1470)",
+        "gpu_not_started",
+        {"of": "0000:81:00", "remedy": "reboot"},
+    ),
+    (
+        "kernel",
+        "NVRM: nvAssertOkFailedNoLog: Assertion failed: Reset required [NV_ERR_RESET_REQUIRED] "
+        "(0x00000062) returned from status @ kernel_channel.c:2874",
+        "gpu_reset_required",
+        {"role": "root", "remedy": "reset_gpu"},
+    ),
+    (
+        "kernel",
         "NVRM: Xid (PCI:0000:04:00): 144, SAW_MVB Nonfatal XC0 i0 Link 00 (0x01 0x01)",
         "nvlink_nonfatal",
         {"role": "confirmation"},
@@ -107,6 +134,55 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
     ),
     (
         "kernel",
+        "I/O error, dev nvme0n1, sector 131209936 op 0x0:(READ) flags 0x80700 phys_seg 25",
+        "io_error",
+        {"of": "nvme0n1", "remedy": None},
+    ),
+    (
+        "kernel",
+        "mlx5_core 0000:03:00.0: wait_func:1195:(pid 7): ENABLE_HCA(0x104) timeout. Will cause a "
+        "leak of a command resource",
+        "nic_silent",
+        {"of": "0000:03:00.0", "cause": "node", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "mlx5_core 0000:d2:00.0: poll_health:825: device's health compromised - reached miss count",
+        "nic_health",
+        {"of": "0000:d2:00.0", "cause": "node", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "mlx5_core: INFO: synd 0x8: unrecoverable hardware error.",
+        "nic_failed",
+        {"of": "", "cause": "node", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "infiniband rdmap0s6: Admin queue is closed",
+        "efa_closed",
+        {"of": "rdmap0s6", "cause": "node", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "efa 0000:00:06.0: Wait for completion (polling) timeout",
+        "efa_silent",
+        {"of": "0000:00:06.0", "cause": "node", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "efa 0000:00:06.0: Reset indication didn't turn on",
+        "efa_not_reset",
+        {"of": "0000:00:06.0", "cause": "node", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0",
+        "memory_uncorrected",
+        {"of": "MC0", "cause": "node", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
         "nvme nvme1: I/O 5 QID 2 timeout, reset controller",
         "disk_timeout",
         {"of": "nvme1"},
@@ -132,6 +208,19 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
     ),
     ("worker", "torch.OutOfMemoryError: CUDA out of memory. Tried", "cuda_out_of_memory", {}),
     ("worker", "CUDA error: uncorrectable ECC error encountered", "cuda_ecc", {"subject": "gpu"}),
+    (
+        "worker",
+        "cuDevicePrimaryCtxRetain: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error "
+        "encountered",
+        "cuda_ecc",
+        {"subject": "gpu"},
+    ),
+    (
+        "worker",
+        "RuntimeError: CUDA error: uncorrectable NVLink error detected during the execution",
+        "cuda_nvlink",
+        {"subject": "link", "remedy": "reset_gpu"},
+    ),
     ("worker", "KeyError: 'tokens'", "python_exception", {"cause": "user_error"}),
 ]
 
@@ -157,6 +246,14 @@ def test_a_line_says(log: Log, line: str, name: str, shown: dict[str, Any]) -> N
         ),
         ("kernel", "Out of memory: Killed process 8 (mysqld) total-vm:1kB"),  # not a worker
         ("worker", "NVRM: Xid (PCI:0000:05:00): 79, GPU has fallen off the bus."),  # not its to say
+        (
+            "kernel",
+            "NVRM: Xid (PCI:0000:05:00): 45, pid=7, Ch 1 caused by previous Xid 43",
+        ),  # IGNORE
+        ("kernel", "ena 0000:00:05.0 eth0: Wait for completion (polling) timeout"),  # not EFA's
+        ("kernel", "critical target error, dev sdc, sector 79816 op 0x3:(DISCARD) flags 0x800"),
+        ("kernel", "EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0"),  # mended
+        ("kernel", "mlx5_core 0000:41:00.1: Port module event: module 1, Cable unplugged"),
         ("kernel", "KeyError: 'tokens'"),
         ("worker", "the error of the KeyError: kind"),
     ],

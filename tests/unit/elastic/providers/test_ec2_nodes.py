@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import elastic.providers.ec2_nodes
 from elastic.errors import NoCapacityError, ReplaceError
 from elastic.node_config import Ec2Nodes
 from elastic.providers.ec2_nodes import KEPT_TAG, REPLACES_TAG, Ec2Provider, plan_place
 from elastic.providers.node_provider import NodeIdentity
+from tests.support import ROOT
 from tests.support.fakes.ec2_server import TAG, Cloud, ec2_server
 
 NO_CAPACITY = "InsufficientInstanceCapacity"
@@ -28,6 +33,7 @@ def cloud(server: Cloud) -> Cloud:
     server.refuse.clear()
     server.launches.clear()
     server.reboots.clear()
+    server.calls.clear()
     return server
 
 
@@ -198,3 +204,29 @@ def test_each_interface_gets_the_subnet() -> None:
     place = plan_place(cards, "subnet-1")
     assert place == {"NetworkInterfaces": [{**card, "SubnetId": "subnet-1"} for card in cards]}
     assert plan_place([], "subnet-1") == {"SubnetId": "subnet-1"}
+
+
+def test_the_policy_allows_what_is_called_and_nothing_else(cloud: Cloud) -> None:
+    ours = cloud.instance()
+    assert provider().machine_of(node(ours["PrivateIpAddress"])) == ours["InstanceId"]
+    provider(reboot=True).reboot([node()], ours["InstanceId"], REASON)
+    cloud.template("allowed")
+    started = provider(launch_template="allowed", subnets=(cloud.subnets[0],))
+    started.replace([node()], ours["InstanceId"], REASON)
+    ended, kept = cloud.group("allowed-group", 2)
+    provider().replace([node()], ended, REASON)
+    provider(keep_for_inspection=True).replace([node()], kept, REASON)
+
+    assert {call.partition(":")[2] for call in cloud.calls} == operations(cloud), "all were tried"
+    text = (ROOT / "examples" / "aws" / "replace-instances-policy.json").read_text()
+    actions = [one["Action"] for one in json.loads(text)["Statement"]]
+    allowed = {a for each in actions for a in ([each] if isinstance(each, str) else each)}
+    assert allowed == cloud.calls | {"iam:PassRole"}  # EC2 asks for that where the template has one
+
+
+def operations(cloud: Cloud) -> set[str]:
+    """Those of EC2 and Auto Scaling that the code has calls of."""
+    known = cloud.ec2.meta.method_to_api_mapping | cloud.scaling.meta.method_to_api_mapping
+    tree = ast.parse(Path(elastic.providers.ec2_nodes.__file__).read_text())
+    called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {known[name] for name in called & known.keys()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 import ssl
 import urllib.error
 from collections.abc import Iterator
@@ -20,7 +22,8 @@ from elastic.providers.kube_nodes import (
     find_complaints,
 )
 from elastic.providers.node_provider import NodeIdentity
-from tests.support.fakes.kube_server import Kube, kube_server
+from tests.support import ROOT
+from tests.support.fakes.kube_server import NAMESPACE, Kube, kube_server
 
 POD = NodeIdentity(node="ab12", address="10.0.0.9", instance="ray-worker-7")
 REASON = "large messages did not pass"
@@ -171,3 +174,37 @@ def test_many_nodes_are_asked_for_in_pages(kube: Kube) -> None:
     kube.nodes["more-249"]["status"]["conditions"].append(fault)
     assert provider(kube).complaints() == {"more-249": "KernelReady: Soft lockup"}
     assert kube.calls.count("GET /api/v1/nodes") == 3  # of 252, 100 each
+
+
+def test_the_role_allows_what_is_called_and_nothing_else(kube: Kube) -> None:
+    kube.add_node("n1", **{HEALTH_LABEL: "Schedulable"})
+    assert provider(kube).machine_of(POD) == "n1"
+    assert provider(kube).machine_of(NodeIdentity(node="x", address="10.0.0.10", instance=""))
+    assert provider(kube).reboot([POD], "n1", REASON)
+    kube.add_pod("ray-worker-7", "n1")
+    assert provider(kube).replace([POD], "n1", REASON)
+    assert provider(kube).complaints() == {}
+
+    called = {allowance_of(*call.split(" ")) for call in kube.calls}
+    text = (ROOT / "examples" / "kubernetes" / "replace-nodes-rbac.yaml").read_text()
+    allowed = {
+        (kind, resource, verb)
+        for document in text.split("\n---\n")
+        for kind in re.findall(r"^kind: (Role|ClusterRole)$", document, re.MULTILINE)
+        for resources, verbs in re.findall(r"resources: (\[.*\])\n +verbs: (\[.*\])", document)
+        for resource in json.loads(resources)
+        for verb in json.loads(verbs)
+    }
+    assert called == allowed
+
+
+def allowance_of(method: str, path: str) -> tuple[str, str, str]:
+    """Kind of role, resource and verb that a request needs.
+    Source: https://kubernetes.io/docs/reference/access-authn-authz/authorization/
+    """
+    rest = path.removeprefix("/api/v1/")
+    inside = rest.removeprefix(f"namespaces/{NAMESPACE}/")
+    resource, _, name = inside.partition("/")
+    reads = "get" if name else "list"
+    verb = {"GET": reads, "PATCH": "patch", "DELETE": "delete"}[method]
+    return "ClusterRole" if inside == rest else "Role", resource, verb
