@@ -304,15 +304,14 @@ def _judge_memory(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
             repeated=len(uncorrected) > 1,
         )
     if values.get("remap_failed"):
-        errors = values.get("ecc_uncorrected_volatile", 0)
         yield say(
-            "remap_failed",
-            f"rows of its memory could not be replaced, {errors:.0f} errors not corrected",
+            "remap_failed",  # for good: as for the doctor, the GPU has failed
+            "rows of its memory could not be replaced",
             role="root",
             cause="gpu_error",
             subject="gpu",
             remedy="replace_node",
-            decisive=errors > 0,
+            decisive=True,
         )
     elif values.get("remap_pending"):
         yield say(

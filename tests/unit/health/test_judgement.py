@@ -122,7 +122,7 @@ WELL = {
         ),
         (
             [{**WELL, "remap_failed": 1.0, "ecc_uncorrected_volatile": 0.0}],
-            {("remap_failed", "root", "replace_node", False, False)},
+            {("remap_failed", "root", "replace_node", True, False)},  # and no doctor lets it in
         ),
         (
             [{**WELL, "remap_pending": 1.0}],
