@@ -159,6 +159,11 @@ WELL = {
             {("nvlink_errors", "confirmation", None, False, False)},
         ),
         ([{**WELL, "nvlink_errors": float(i // 4)} for i in range(31)], set()),
+        (
+            [{**WELL, "nvlink_recoveries": r} for r in (7.0, 8.0, 10.0)],
+            {("nvlink_recoveries", "confirmation", None, False, False)},
+        ),
+        ([{**WELL, "nvlink_recoveries": r} for r in (7.0, 8.0, 9.0)], set()),
     ],
 )
 def test_a_gpu(then: list[dict[str, float]], expected: set[tuple[Any, ...]]) -> None:
