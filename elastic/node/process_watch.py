@@ -31,7 +31,7 @@ from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
 from health.log_tail import read_last
 from health.pace import Pace
-from health.process import read_born_ticks, read_starved_s, read_state
+from health.process import describe_exit, read_born_ticks, read_starved_s, read_state
 from health.progress import Place
 from health.stacks import read_kernel_stacks, read_stacks
 from health.worker_load import WorkerState
@@ -298,11 +298,12 @@ class ProcessWatch:
             with self._lock:
                 process = self._processes.pop(pidfd)
                 self._poll.unregister(pidfd)
+                how = describe_exit(pidfd)
                 os.close(pidfd)
             if process.heartbeat is not None:
                 process.heartbeat.close()
             if not process.reported:
-                detail = f"process {process.pid} ended"
+                detail = f"process {process.pid} ended" + ("" if how is None else f" {how}")
                 deaths.append(Death(worker=process.worker, cause=CRASH, detail=detail))
         return deaths
 
