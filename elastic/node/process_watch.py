@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ LOCKED_TIMES = 10.0
 """A heartbeat may stand still so many times longer there."""
 
 _LAST_BYTES = 16 << 10
-"""Of a worker's output that are kept where it is ended."""
+"""Of each file of a worker's output that are kept where it is ended, or has ended."""
 
 _LONG_S = 1.0
 """Shorter stays in a phase are not remembered: no bound is below a few seconds."""
@@ -277,7 +277,7 @@ class ProcessWatch:
         stacks = _stacks_of(process, lambda number: self.signal(worker, number))
         recorder, pid = process.recorder, process.pid
         recorded = "" if recorder is None else latest_of(ask_process(pid, recorder))
-        return Evidence(stacks=stacks, log=_last_words(process), collectives=recorded)
+        return Evidence(stacks=stacks, log=last_words(process.logs), collectives=recorded)
 
     def pid_of(self, worker: str) -> int | None:
         """The process of a worker, where it is watched."""
@@ -339,7 +339,7 @@ class ProcessWatch:
                     if stopped
                     else _stacks_of(process, partial(_send, pidfd))
                 )
-                found = Evidence(stacks=stacks, log=_last_words(process))
+                found = Evidence(stacks=stacks, log=last_words(process.logs))
                 deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail, found)
         return deaths
 
@@ -356,9 +356,9 @@ def _stacks_of(process: _Process, send: Callable[[int], None]) -> str:
     return read_stacks(process.pid, process.stacks_fd, send) + kernel
 
 
-def _last_words(process: _Process) -> str:
-    """The end of its output, file by file."""
-    found = {name: read_last(Path(name), _LAST_BYTES) for name in process.logs}
+def last_words(logs: Iterable[str]) -> str:
+    """The end of a worker's output, file by file."""
+    found = {name: read_last(Path(name), _LAST_BYTES) for name in logs}
     return "".join(f"==> {name} <==\n{text}\n" for name, text in found.items() if text)
 
 
