@@ -46,7 +46,8 @@ NIC_BURSTS: dict[str, float] = {
 _PCIE_BURST = 100
 
 _FLAPS = 3
-"""Times that a link went down within the window. Source: gpud, of InfiniBand."""
+"""Times that a link went down within the window. Source: gpud, of InfiniBand; for NVLinks that the
+driver recovered it is a guess."""
 
 _NVLINK_SAMPLES, _NVLINK_BAD = 30, 15
 """Readings, and those of them with new errors. Source: nvidia-resiliency-ext."""
@@ -360,15 +361,14 @@ def _judge_memory(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
             repeated=len(uncorrected) > 1,
         )
     if values.get("remap_failed"):
-        errors = values.get("ecc_uncorrected_volatile", 0)
         yield say(
-            "remap_failed",
-            f"rows of its memory could not be replaced, {errors:.0f} errors not corrected",
+            "remap_failed",  # for good: as for the doctor, the GPU has failed
+            "rows of its memory could not be replaced",
             role="root",
             cause="gpu_error",
             subject="gpu",
             remedy="replace_node",
-            decisive=errors > 0,
+            decisive=True,
         )
     elif values.get("remap_pending"):
         yield say(
@@ -386,6 +386,12 @@ def _judge_gpu_links(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     if bad >= _NVLINK_BAD:
         detail = f"new NVLink errors in {bad} of {_NVLINK_SAMPLES} readings"
         yield say("nvlink_errors", detail, role="confirmation", cause="gpu_error", subject="link")
+    recovered = sum(_rises(series, "nvlink_recoveries"))
+    if recovered >= _FLAPS:
+        detail = f"its NVLinks were recovered {recovered:.0f} times in {_span_s(series):.0f} s"
+        yield say(
+            "nvlink_recoveries", detail, role="confirmation", cause="gpu_error", subject="link"
+        )
     rise = find_overflow(series, "pcie_replays", _PCIE_BURST)
     if rise is not None:
         detail = f"PCIe replays rose by {rise:,.0f} at once"

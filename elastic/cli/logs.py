@@ -1,47 +1,22 @@
-"""`elastic logs`: what all workers of a run have written, each line with its slot before it.
-
-Ray keeps a worker's output on its node, also when the worker has ended, until the node's files are
-removed. The run's records say who was where.
-"""
+"""`elastic logs`: what all workers of a run have written, each line with its slot before it."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic.cli.arguments import count
 from elastic.cli.live import add_run_to, join, paths_of
-from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
 from elastic.reporting.event_log import read_events
-from health.log_tail import read_last
+from elastic.reporting.outputs import Output, find_outputs, read_files, read_kept
 from health.signatures import find_sign
 from trainer.errors import ConfigError
 
-_RAYS = re.compile(r"/logs/worker-[0-9a-f]+-[0-9a-f]+-\d+\.(?:out|err)$")
-"""The files that Ray has for workers. Nothing else is read, whatever the records say."""
-
 _NODE_S = 60.0
 """How long a node may take."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """Where a worker's output lies."""
-
-    worker: str
-    """Its name."""
-    slot: str
-    """Replica and rank that it had last; "spare": none."""
-    node: str
-    """Ray's id of its node."""
-    files: tuple[str, ...]
-    """On that node."""
 
 
 def add_to(commands: Any) -> None:
@@ -50,7 +25,8 @@ def add_to(commands: Any) -> None:
         "logs",
         help="what all workers of a run have written, with their slots",
         description="Shows the output of a run's workers, slot by slot, of those that have ended, "
-        "too, from the nodes of the Ray cluster. Of nodes that are gone nothing is left.",
+        "too, from the nodes of the Ray cluster. Of nodes that are gone there is what was kept "
+        "before their machines were replaced.",
     )
     add_run_to(verb)
     verb.add_argument("--worker", help="of this one alone, such as w3-75dc53")
@@ -74,40 +50,21 @@ def show_logs(options: argparse.Namespace) -> int:
             "RUN", options.run, f"{paths.events} names no such worker", "Name a run's directory"
         )
     join(options.address)
-    texts, failed = _fetch(outputs, options.kib << 10)
+    most_bytes = options.kib << 10
+    texts, failed = _fetch(outputs, most_bytes)
+    missing = {one.node: "it is gone" for one in outputs if one.node not in texts} | failed
     for one in outputs:
+        if one.node in missing:
+            kept = read_kept(paths.output_of(one.node), one.files, most_bytes)
+            if kept is not None:
+                texts.setdefault(one.node, {}).update(kept)
         for line in _lines(one, texts.get(one.node, {})):
             if not options.faults or find_sign(line, "worker", one.node, 0.0, {}) is not None:
                 print(f"{one.slot} {one.worker} | {line}")
-    for node in dict.fromkeys(one.node for one in outputs if one.node not in texts):
-        print(f"elastic: node {node[:6]}: {failed.get(node, 'it is gone')}", file=sys.stderr)
+    for node, why in missing.items():
+        kept_too = ", and this is what was kept before" if node in texts else ""
+        print(f"elastic: node {node[:6]}: {why}{kept_too}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def find_outputs(events: Iterable[Event]) -> list[Output]:
-    """Where the output of a run's workers lies, in the order of their slots, spares last."""
-    joined: dict[str, WorkerJoined] = {}
-    slots: dict[str, tuple[int, int]] = {}
-    for event in events:
-        if isinstance(event, WorkerJoined):
-            joined[event.worker] = event
-        elif isinstance(event, ReplicaForming):
-            slots |= {w: (event.replica, rank) for rank, w in enumerate(event.workers)}
-    last = len(joined), 0
-    return [
-        Output(
-            worker=worker,
-            slot="r{}.{}".format(*slots[worker]) if worker in slots else "spare",
-            node=event.node,
-            files=tuple(name for name in event.logs if _RAYS.search(name)),
-        )
-        for worker, event in sorted(joined.items(), key=lambda one: slots.get(one[0], last))
-    ]
-
-
-def read_files(names: Sequence[str], most_bytes: int) -> dict[str, str]:
-    """The end of each file, with its name. Runs on the node."""
-    return {name: read_last(Path(name), most_bytes) for name in names if _RAYS.search(name)}
 
 
 def _fetch(

@@ -13,6 +13,7 @@ step path. All methods run on one event loop, so none needs a lock.
       Troubles ──── what an exception in a worker means
       Remedies ──── verdicts, and the rung of the ladder that each calls for
       Replacements ─ machines that are suspect, and who replaces them
+      LastWords ──── what those who are lost wrote last
       StandstillWatch ── who keeps the others, where no step is committed
       SlowWatch ── who is slower than the others, and stays so
       LinkTests ─── whose connections fail, where collectives do and nobody is lost
@@ -46,6 +47,7 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
 from elastic.coordinator.fault_injection import Injections
 from elastic.coordinator.heal_news import HealNews
+from elastic.coordinator.last_words import LastWords
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.listening import host_store
 from elastic.coordinator.preflight import Preflight
@@ -235,12 +237,13 @@ class Coordinator(CoordinatorApi):
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
         aside = Aside(self._membership, self._dispatcher)
+        self._last_words = LastWords(config.paths, self._agents, self._records, aside)
         self._replacements = Replacements(
             config,
             self._workers,
             self._records,
             aside,
-            self._uploaders.finish,
+            self._empty,
             begun=replacements_begun(of_all_starts),
         )
         self._remedies = Remedies(
@@ -327,6 +330,7 @@ class Coordinator(CoordinatorApi):
         self._workers.draining_nodes.update(replayed.draining_nodes)
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
+        self._last_words.replay(replayed.happened)
         self._replacements.replay(replayed.replacements)
         self._remedies.replay(replayed.happened)
         self._preflight.replay(replayed.happened)
@@ -391,6 +395,11 @@ class Coordinator(CoordinatorApi):
             self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))
         if effects.signals:
             self._dispatcher.spawn(self._workers.lose_laggards(effects.signals))
+
+    async def _empty(self, node: str) -> None:
+        """Waits until all is brought away that goes with a node's machine."""
+        await self._uploaders.finish(node)
+        await self._last_words.keep_output(node)
 
     async def _sweep(self, generation: int) -> None:
         """Deletes what groups older than `generation`, and of replicas that are gone, have left in
@@ -676,6 +685,7 @@ class Coordinator(CoordinatorApi):
         await self._dispatcher.until(lambda: self._membership.stopped is not None)
 
     async def end(self, outcome: events.RunOutcome, error: str | None) -> None:
+        await self._last_words.finish()
         await self._pulses.finish()
         await await_closed(self._records.end(outcome, error))
 

@@ -31,6 +31,7 @@ from elastic.node.agent import NodeAgent, find_reach
 from elastic.node.beats import BeatListener, Paces, name_of
 from elastic.node.preflight import LOADED_BOUND_S
 from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.events import WorkerJoined
 from elastic.protocol.messages import Evidence, Helper, Identity
 from elastic.protocol.rpc import RETRY_S, Remote
 from elastic.ray_compat.cluster import raylet_of, start_actor
@@ -245,6 +246,21 @@ class NodeAgents:
         return await _all_of(
             self._ask(node, NodeAgent.evidence, workers) for node, workers in by_node.items()
         )
+
+    async def last_words(self, ended: Iterable[WorkerJoined]) -> dict[str, Evidence]:
+        """What is left of workers that have ended, as far as the agents say."""
+        by_node: dict[str, list[WorkerJoined]] = defaultdict(list)
+        for one in ended:
+            by_node[one.node].append(one)
+        return await _all_of(
+            self._ask(node, NodeAgent.last_words, workers) for node, workers in by_node.items()
+        )
+
+    async def output(
+        self, node: str, files: Sequence[str], most_bytes: int
+    ) -> dict[str, str] | None:
+        """The end of each file of workers' output on a node; None where it has no agent."""
+        return await self._ask(node, NodeAgent.output, files, most_bytes)
 
     async def try_links(self, nodes: Sequence[str], bound_s: float) -> dict[tuple[str, str], int]:
         """Has the agents of nodes try the connections between them, all at once.

@@ -1,4 +1,4 @@
-"""What was found when workers stood still, kept for people to read.
+"""What was found when workers stood still, or were lost, kept for people to read.
 
 RUN/incidents/003/manifest.json               when, whom it accuses of what, where all were, what
                                               collectives had not ended, and what the files are
@@ -29,7 +29,12 @@ MOST_FOLDERS = 100
 
 
 def keep_evidence(
-    incidents: Path, accused: Mapping[str, str], found: Mapping[str, Evidence], **facts: Any
+    incidents: Path,
+    accused: Mapping[str, str],
+    found: Mapping[str, Evidence],
+    *,
+    share: float = 1.0,
+    **facts: Any,
 ) -> None:
     """Writes a folder. What goes wrong with it costs the folder, not the run. Blocks.
 
@@ -37,10 +42,11 @@ def keep_evidence(
         incidents: where folders are.
         accused: worker -> what shows that it is at fault.
         found: worker -> what was found of it, of the accused and of some who wait.
+        share: of `MOST_FOLDERS` that there may be after it.
         facts: whatever else is known, as JSON has it.
     """
     try:
-        folder = _make_folder(incidents)
+        folder = _make_folder(incidents, int(share * MOST_FOLDERS))
         if folder is None:
             return
         files = {name: text for name, text in _files(found) if text}
@@ -60,11 +66,11 @@ def keep_evidence(
         log.warning("what was found is not kept in %s", incidents, exc_info=True)
 
 
-def _make_folder(incidents: Path) -> Path | None:
+def _make_folder(incidents: Path, most: int) -> Path | None:
     """The next one; None where there are enough. Several threads may keep what they have found."""
     incidents.mkdir(exist_ok=True)
     taken = max((int(p.name) for p in incidents.iterdir() if p.name.isdigit()), default=0)
-    for number in range(taken + 1, MOST_FOLDERS + 1):
+    for number in range(taken + 1, most + 1):
         folder = incidents / f"{number:03}"
         with contextlib.suppress(FileExistsError):
             folder.mkdir()

@@ -10,7 +10,8 @@
                                                                 begun
     no worker gets a place on any of Ray's nodes there, Ray places nothing, successors are asked for
     the last worker with a place has left
-    what is being saved from there is written ──► NodeProvider.replace ──► replaced | failed
+    what is being saved from there is written, and what its workers wrote is kept
+                                              ──► NodeProvider.replace ──► replaced | failed
                                          or, where a reboot is due and possible ──► rebooted
     told, failed ──► looked at each minute ──► cleared, when nothing speaks against it any more
     begun ──► looked at each minute ──► cleared by `elastic nodes clear`: left, and not replaced
@@ -69,7 +70,8 @@ class Replacements:
         workers: leave the machine.
         records: tell what happens, and take what became of it.
         aside: where all this is done.
-        written: waits until what is being saved from a node is written.
+        emptied: waits until what goes with a node is brought away: what is being saved from there,
+            and what its workers wrote.
         begun: when replacements of this run began so far, in any start of it, in seconds since the
             epoch.
         provider: instead of that of `config`.
@@ -84,7 +86,7 @@ class Replacements:
         workers: Workers,
         records: RunLog,
         aside: Aside,
-        written: Callable[[str], Awaitable[None]],
+        emptied: Callable[[str], Awaitable[None]],
         *,
         begun: Iterable[float] = (),
         provider: NodeProvider | None = None,
@@ -94,7 +96,7 @@ class Replacements:
     ) -> None:
         self._most_per_hour = config.health.max_replacements_per_hour
         self._workers, self._records, self._aside = workers, records, aside
-        self._drain, self._written = drain, written
+        self._drain, self._emptied = drain, emptied
         nodes = config.health.replace_nodes
         self._provider = provider or open_provider(
             nodes, end_node=end_node, address=cluster_address
@@ -334,7 +336,7 @@ class Replacements:
                 return ()
             if not new:  # none has come meanwhile
                 for node in left:
-                    await self._written(node)
+                    await self._emptied(node)
                 return nodes if await self._stands_while_left(event) else ()
         return ()
 

@@ -173,7 +173,6 @@ class SlowWatch:
         others = [worker for worker in paces if worker not in accused][:_OTHERS]
         asked = [started[worker] for worker in (*accused, *others) if worker in started]
         found = await self._agents.evidence(asked)
-        facts = {"cause": "slow", "nodes": event.nodes, "part": event.part, "score": event.score}
         await asyncio.to_thread(
             keep_evidence,
             self._incidents,
@@ -181,7 +180,10 @@ class SlowWatch:
             found,
             step=event.step,
             generation=self._generation,
-            **facts,
+            cause="slow",
+            nodes=event.nodes,
+            part=event.part,
+            score=event.score,
             paces=paces,
         )
 

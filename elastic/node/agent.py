@@ -45,15 +45,17 @@ from elastic.node.gpu_gauges import GpuGauges
 from elastic.node.health_watch import own_names, start_health_watch
 from elastic.node.link_door import LinkDoor
 from elastic.node.preflight import check_under_load, start_preflight
-from elastic.node.process_watch import ProcessWatch
+from elastic.node.process_watch import ProcessWatch, last_words
 from elastic.node.witnesses import WitnessStand, ask
 from elastic.protocol.causes import HANG, NODE
 from elastic.protocol.coordinator_api import CoordinatorApi
+from elastic.protocol.events import WorkerJoined
 from elastic.protocol.messages import Death, Evidence, Helper, Identity
 from elastic.protocol.rpc import Remote
 from elastic.providers.node_watches import start_watches
 from elastic.providers.tell import tell_coordinator
 from elastic.ray_compat.cluster import drain_node
+from elastic.reporting.outputs import read_files
 from health.laggards import Position
 from health.lease import AwakeClock, Reach, decide_cut_off, decide_gone
 from health.progress import Place
@@ -211,6 +213,19 @@ class NodeAgent:
             found = zip(workers, pool.map(self._processes.evidence, workers), strict=True)
             return {w: self._with_readings(w, one) for w, one in found if one is not None}
 
+    def last_words(self, ended: Sequence[WorkerJoined]) -> dict[str, Evidence]:
+        """What is left of workers of this node that have ended, or will: the end of their output,
+        and what the instruments showed last. Nothing of those who wrote nothing."""
+        return {
+            one.worker: Evidence(log=written, readings=self._readings_of(one.pid))
+            for one in ended
+            if (written := last_words(one.logs))
+        }
+
+    def output(self, files: Sequence[str], most_bytes: int) -> dict[str, str]:
+        """The end of each file that Ray has of workers of this node (`outputs.py`)."""
+        return read_files(files, most_bytes)
+
     def open_link_door(self) -> Address:
         """Where this node listens from now on, for a test of the connections between nodes."""
         return self._door.open()
@@ -223,8 +238,10 @@ class NodeAgent:
 
     def _with_readings(self, worker: str, found: Evidence) -> Evidence:
         pid = self._processes.pid_of(worker)
-        readings = tuple(r for r in self._readings if pid is not None and r.concerns(pid))
-        return replace(found, readings=readings)
+        return replace(found, readings=() if pid is None else self._readings_of(pid))
+
+    def _readings_of(self, pid: int) -> tuple[Reading, ...]:
+        return tuple(reading for reading in self._readings if reading.concerns(pid))
 
     def _with_all(self, death: Death) -> Death:
         if death.evidence is None:

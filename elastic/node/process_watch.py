@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
 from health.log_tail import read_last
 from health.pace import Pace
-from health.process import read_born_ticks, read_starved_s, read_state
+from health.process import describe_exit, read_born_ticks, read_starved_s, read_state
 from health.progress import Place
 from health.stacks import read_kernel_stacks, read_stacks
 from health.worker_load import WorkerState
@@ -53,7 +53,7 @@ LOCKED_TIMES = 10.0
 """A heartbeat may stand still so many times longer there."""
 
 _LAST_BYTES = 16 << 10
-"""Of a worker's output that are kept where it is ended."""
+"""Of each file of a worker's output that are kept where it is ended, or has ended."""
 
 _LONG_S = 1.0
 """Shorter stays in a phase are not remembered: no bound is below a few seconds."""
@@ -277,7 +277,7 @@ class ProcessWatch:
         stacks = _stacks_of(process, lambda number: self.signal(worker, number))
         recorder, pid = process.recorder, process.pid
         recorded = "" if recorder is None else latest_of(ask_process(pid, recorder))
-        return Evidence(stacks=stacks, log=_last_words(process), collectives=recorded)
+        return Evidence(stacks=stacks, log=last_words(process.logs), collectives=recorded)
 
     def pid_of(self, worker: str) -> int | None:
         """The process of a worker, where it is watched."""
@@ -298,11 +298,12 @@ class ProcessWatch:
             with self._lock:
                 process = self._processes.pop(pidfd)
                 self._poll.unregister(pidfd)
+                how = describe_exit(pidfd)
                 os.close(pidfd)
             if process.heartbeat is not None:
                 process.heartbeat.close()
             if not process.reported:
-                detail = f"process {process.pid} ended"
+                detail = f"process {process.pid} ended" + ("" if how is None else f" {how}")
                 deaths.append(Death(worker=process.worker, cause=CRASH, detail=detail))
         return deaths
 
@@ -338,7 +339,7 @@ class ProcessWatch:
                     if stopped
                     else _stacks_of(process, partial(_send, pidfd))
                 )
-                found = Evidence(stacks=stacks, log=_last_words(process))
+                found = Evidence(stacks=stacks, log=last_words(process.logs))
                 deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail, found)
         return deaths
 
@@ -355,9 +356,9 @@ def _stacks_of(process: _Process, send: Callable[[int], None]) -> str:
     return read_stacks(process.pid, process.stacks_fd, send) + kernel
 
 
-def _last_words(process: _Process) -> str:
-    """The end of its output, file by file."""
-    found = {name: read_last(Path(name), _LAST_BYTES) for name in process.logs}
+def last_words(logs: Iterable[str]) -> str:
+    """The end of a worker's output, file by file."""
+    found = {name: read_last(Path(name), _LAST_BYTES) for name in logs}
     return "".join(f"==> {name} <==\n{text}\n" for name, text in found.items() if text)
 
 

@@ -60,7 +60,7 @@ class Helper:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was found of a worker that stands still, or of one that waits for it."""
+    """What was found of a worker that stands still or is lost, or of one that waits for it."""
 
     stacks: str = ""
     """What its threads were doing."""

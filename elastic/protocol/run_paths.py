@@ -59,8 +59,12 @@ class RunPaths:
 
     @property
     def incidents(self) -> Path:
-        """What was found when something stood still: a folder an incident."""
+        """What was found when something stood still, or was lost: a folder an incident."""
         return self.root / "incidents"
+
+    def output_of(self, node: str) -> Path:
+        """What workers wrote on a node whose machine was replaced."""
+        return self.root / "logs" / Path(node).name
 
     @property
     def tensorboard(self) -> Path:

@@ -17,6 +17,7 @@ from elastic.protocol.events import WorkerJoined
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import end_actors, start_actor
 from elastic.reporting.event_log import EventLog
+from elastic.reporting.outputs import keep_files
 from tests.support import ROOT
 from tests.support.run_end import Broken
 
@@ -46,7 +47,7 @@ def test_a_call_that_fails(
     end_actors(paths.key)
 
 
-def test_a_node_without_the_package(
+def test_a_node_without_the_package_and_two_that_are_gone(
     cluster: None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -57,15 +58,21 @@ def test_a_node_without_the_package(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(logs, "read_files", importlib.import_module("only_here").read)
     node = ray.get_runtime_context().get_node_id()
+    log = "/tmp/ray/session_x/logs/worker-0a-ffffffff-12.err"
     with EventLog(tmp_path / "events.jsonl") as records:
-        for at, worker in ((node, "w0"), (node, "w1"), ("f" * 56, "w2")):
-            joined = WorkerJoined(time=1.0, worker=worker, node=at, pid=1, born_ticks=1, logs=[])
+        for at, worker in ((node, "w0"), (node, "w1"), ("f" * 56, "w2"), ("e" * 56, "w3")):
+            joined = WorkerJoined(time=1.0, worker=worker, node=at, pid=1, born_ticks=1, logs=[log])
             records.append(joined)
+    keep_files(RunPaths(root=tmp_path).output_of("e" * 56), {log: "its\nlast words\n"})
     address = ray.get_runtime_context().gcs_address
     assert main(["logs", str(tmp_path), "--faults", "--address", address]) == 1
     missing = f"elastic: node {node[:6]}: ModuleNotFoundError: No module named 'only_here'"
-    said = capsys.readouterr().err.splitlines()
-    assert said == [missing, "elastic: node ffffff: it is gone"]
+    kept = "elastic: node eeeeee: it is gone, and this is what was kept before"
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [missing, "elastic: node ffffff: it is gone", kept]
+    assert said.out == ""
+    assert main(["logs", str(tmp_path), "--address", address]) == 1
+    assert capsys.readouterr().out == "spare w3 | its\nspare w3 | last words\n"
 
 
 def test_records_that_are_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,13 @@ def test_a_machine_with_a_wrong_state_is_replaced(machines: Cluster, tmp_path: P
         begun, done = replacements(run.events())
         assert (begun.outcome, begun.node, wrong.cause) == ("begun", wrong.node, "corruption")
         assert done.detail == "another Ray node with 1 CPUs was started on this machine"
+        wrote = {
+            Path(log).name for e in joined(run.events()) if e.node == wrong.node for log in e.logs
+        }
+        kept = {path.name for path in (run.root / "logs" / wrong.node).iterdir()}
+        assert kept == wrote and kept
+        (incident,) = (run.root / "incidents").iterdir()
+        assert (incident / f"{wrong.worker}.log").exists()
         raylet: Any = before[wrong.node].all_processes["raylet"][0].process
         assert raylet.wait(PATIENCE_S) == 0
         assert SuspectFile(tmp_path).read() == {}

@@ -144,7 +144,7 @@ WELL = {
         ),
         (
             [{**WELL, "remap_failed": 1.0, "ecc_uncorrected_volatile": 0.0}],
-            {("remap_failed", "root", "replace_node", False, False)},
+            {("remap_failed", "root", "replace_node", True, False)},  # and no doctor lets it in
         ),
         (
             [{**WELL, "remap_pending": 1.0}],
@@ -181,6 +181,11 @@ WELL = {
             {("nvlink_errors", "confirmation", None, False, False)},
         ),
         ([{**WELL, "nvlink_errors": float(i // 4)} for i in range(31)], set()),
+        (
+            [{**WELL, "nvlink_recoveries": r} for r in (7.0, 8.0, 10.0)],
+            {("nvlink_recoveries", "confirmation", None, False, False)},
+        ),
+        ([{**WELL, "nvlink_recoveries": r} for r in (7.0, 8.0, 9.0)], set()),
     ],
 )
 def test_a_gpu(then: list[dict[str, float]], expected: set[tuple[Any, ...]]) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic.cli.logs import find_outputs, read_files
 from elastic.cli.main import main
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
+from elastic.reporting.outputs import find_outputs, read_files
 
 LOG = "/tmp/ray/session_x/logs/worker-{}-ffffffff-12.err"
 

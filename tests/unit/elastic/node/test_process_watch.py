@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import select
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from tests.support import ROOT
 from tests.support.watching import wait_until
 
 DEADLINE_S = 30.0
+LINUX = tuple(map(int, platform.release().split(".")[:2]))
 FREEZE_TIMEOUT_S = 0.5
 WORKER = """
 import sys
@@ -87,6 +89,26 @@ def test_a_process_that_ends_is_reported_once(start: Start) -> None:
     expected = Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended")
     assert deaths(watch) == [expected]
     assert stays_quiet(watch, 0.3)
+
+
+@pytest.mark.skipif(LINUX < (6, 15), reason="the kernel does not say how a process ended")
+@pytest.mark.parametrize(
+    ("then", "how"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", "by SIGSEGV"),
+        ("sys.exit(7)", "with status 7"),
+        ("import os; os.kill(os.getpid(), 40)", "by signal 40"),
+    ],
+)
+def test_how_a_process_ended_is_said_where_the_kernel_tells(
+    start: Start, then: str, how: str
+) -> None:
+    """Its parent takes notice of it at once, as Ray's node does."""
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start(then)
+    watch.watch("w0", process.pid, fd)
+    process.communicate(b"\n")
+    expected = Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended {how}")
+    assert deaths(watch) == [expected]
 
 
 def test_a_process_that_was_gone_is_reported() -> None:

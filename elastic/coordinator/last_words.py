@@ -1,0 +1,129 @@
+"""What workers wrote last, kept where it may soon be gone.
+
+    a worker is lost ──► incidents/N/: the end of its output, the readings of its node
+    a machine is about to be replaced ──► logs/NODE/: the output of all workers that were there
+
+It is asked for when the loss has been settled, and nobody waits for it but, for so long, the end of
+the run and the machine's replacement: a disk or a storage that hangs delays no verdict, no beat and
+no regroup. Of a node that is gone nothing comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+
+from elastic.coordinator.agents import NodeAgents
+from elastic.coordinator.aside import Aside
+from elastic.coordinator.evidence import keep_evidence
+from elastic.coordinator.run_log import RunLog
+from elastic.protocol import events
+from elastic.protocol.causes import COLLECTIVE, Cause, entry_of
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import read_events
+from elastic.reporting.outputs import find_outputs, keep_files
+
+log = logging.getLogger(__name__)
+
+FINISH_S = 5.0
+"""How long the end of a run waits for what is being kept."""
+OUTPUT_S = 30.0
+"""How long a machine's replacement waits for it."""
+
+_FILE_BYTES, _NODE_BYTES = 256 << 10, 8 << 20
+"""Kept of a worker's file, and of all those of a node, before its machine is replaced."""
+_AT_ONCE = 16
+"""Workers in one folder."""
+_SHARE = 0.5
+"""Of the folders of incidents: others say more."""
+
+
+class LastWords:
+    """One for the run; it runs on the coordinator's event loop.
+
+    Args:
+        paths: where it is kept.
+        agents: asked for it.
+        records: tell who joins, and who is lost.
+        aside: where it is written.
+    """
+
+    def __init__(self, paths: RunPaths, agents: NodeAgents, records: RunLog, aside: Aside) -> None:
+        self._paths, self._agents, self._aside = paths, agents, aside
+        self._joined: dict[str, events.WorkerJoined] = {}
+        """Workers that were not lost."""
+        self._lost: list[tuple[events.WorkerJoined, events.WorkerLost]] = []
+        """Workers whose words nobody has been asked for yet."""
+        self._done = asyncio.Event()
+        self._done.set()
+        records.followers.append(self._hear)
+
+    def replay(self, happened: Iterable[events.Event]) -> None:
+        """Told of what has happened in this start of the run, by a coordinator started anew."""
+        for event in happened:
+            if isinstance(event, events.WorkerJoined):
+                self._joined[event.worker] = event
+            elif isinstance(event, events.WorkerLost):
+                self._joined.pop(event.worker, None)
+
+    async def finish(self) -> None:
+        """Waits until what is being kept of those who were lost is kept, `FINISH_S` at most."""
+        try:
+            await asyncio.wait_for(self._done.wait(), FINISH_S)
+        except asyncio.TimeoutError:
+            log.warning("the last words of workers are not kept after %g s", FINISH_S)
+
+    async def keep_output(self, node: str) -> None:
+        """Keeps what all workers of the run wrote on a node, `OUTPUT_S` at most: its machine will
+        be replaced, with them or without."""
+        try:
+            await asyncio.wait_for(self._keep_output(node), OUTPUT_S)
+        except Exception as error:  # such as that of a storage that is full
+            log.warning("what workers wrote on node %s is not kept: %r", node, error)
+
+    async def _keep_output(self, node: str) -> None:
+        happened = await self._aside.on_thread(read_events, self._paths.events, lenient=True)
+        files = [n for one in find_outputs(happened) if one.node == node for n in one.files]
+        if not files:
+            return
+        most_bytes = min(_FILE_BYTES, _NODE_BYTES // len(files))
+        texts = await self._agents.output(node, files, most_bytes)
+        if texts is None:
+            log.warning("what workers wrote on node %s is not kept: it has no agent", node)
+            return
+        await self._aside.on_thread(keep_files, self._paths.output_of(node), texts)
+
+    def _hear(self, event: events.Event) -> None:
+        if isinstance(event, events.WorkerJoined):
+            self._joined[event.worker] = event
+        elif isinstance(event, events.WorkerLost):
+            joined = self._joined.pop(event.worker, None)
+            if joined is not None and _has_words(event.cause):
+                self._lost.append((joined, event))
+                if self._done.is_set():
+                    self._done.clear()
+                    self._aside.spawn(self._keep_all())
+
+    async def _keep_all(self) -> None:
+        try:
+            while self._lost:
+                lost, self._lost = self._lost[:_AT_ONCE], self._lost[_AT_ONCE:]
+                await self._keep(lost)
+        finally:
+            self._done.set()
+
+    async def _keep(self, lost: Sequence[tuple[events.WorkerJoined, events.WorkerLost]]) -> None:
+        found = await self._agents.last_words(joined for joined, _ in lost)
+        if not found:
+            return
+        accused = {event.worker: f"{event.cause}: {event.detail}" for _, event in lost}
+        await self._aside.on_thread(
+            keep_evidence, self._paths.incidents, accused, found, share=_SHARE
+        )
+
+
+def _has_words(cause: Cause) -> bool:
+    """Whether nothing was kept so far of a worker that is lost for it: who stood still was looked
+    at before it was ended, and who was announced to go has gone."""
+    return cause == COLLECTIVE or entry_of(cause).budget == "max_crashes"

@@ -1,0 +1,88 @@
+"""What a run's workers have written: where it lies, and what is kept of it.
+
+Ray keeps a worker's output on its node, also when the worker has ended, until the node's files are
+removed. The run's records say who was where. Of nodes whose machines were replaced the ends of the
+files lie in the run directory, in `logs/NODE`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
+from health.log_tail import read_last
+
+_RAYS = re.compile(r"/logs/worker-[0-9a-f]+-[0-9a-f]+-\d+\.(?:out|err)$")
+"""The files that Ray has for workers. Nothing else is read, whatever the records say."""
+
+MOST_NODES = 100
+"""Of a run, of which something is kept; the last ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a worker's output lies."""
+
+    worker: str
+    """Its name."""
+    slot: str
+    """Replica and rank that it had last; "spare": none."""
+    node: str
+    """Ray's id of its node."""
+    files: tuple[str, ...]
+    """On that node."""
+
+
+def find_outputs(events: Iterable[Event]) -> list[Output]:
+    """Where the output of a run's workers lies, in the order of their slots, spares last."""
+    joined: dict[str, WorkerJoined] = {}
+    slots: dict[str, tuple[int, int]] = {}
+    for event in events:
+        if isinstance(event, WorkerJoined):
+            joined[event.worker] = event
+        elif isinstance(event, ReplicaForming):
+            slots |= {w: (event.replica, rank) for rank, w in enumerate(event.workers)}
+    last = len(joined), 0
+    return [
+        Output(
+            worker=worker,
+            slot="r{}.{}".format(*slots[worker]) if worker in slots else "spare",
+            node=event.node,
+            files=tuple(name for name in event.logs if _RAYS.search(name)),
+        )
+        for worker, event in sorted(joined.items(), key=lambda one: slots.get(one[0], last))
+    ]
+
+
+def read_files(names: Sequence[str], most_bytes: int) -> dict[str, str]:
+    """The end of each file, with its name. Runs on the node."""
+    return {name: read_last(Path(name), most_bytes) for name in names if _RAYS.search(name)}
+
+
+def keep_files(folder: Path, texts: Mapping[str, str]) -> None:
+    """Keeps what `read_files` has found on a node in `folder`, and lets go of the oldest of its
+    siblings where there are too many.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / Path(name).name).write_text(text, encoding="utf-8")
+    for old in sorted(folder.parent.iterdir(), key=_written)[:-MOST_NODES]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def read_kept(folder: Path, names: Sequence[str], most_bytes: int) -> dict[str, str] | None:
+    """As `read_files`, of what is kept of a node; None where nothing is."""
+    if not folder.is_dir():
+        return None
+    return {name: read_last(folder / Path(name).name, most_bytes) for name in names}
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime

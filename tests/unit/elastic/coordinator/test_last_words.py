@@ -1,0 +1,256 @@
+"""What lost workers wrote last is kept, and holds nobody up; so is all output of a machine that is
+replaced. The agents' part is the real one, on files here; a kill in a whole run:
+`tests/integration/test_user_errors.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from elastic.coordinator import last_words
+from elastic.coordinator.aside import Aside
+from elastic.coordinator.last_words import LastWords
+from elastic.node.agent import NodeAgent
+from elastic.protocol.causes import (
+    COLLECTIVE,
+    CRASH,
+    HANG,
+    LINK,
+    PREEMPTION,
+    USER_ERROR,
+    Cause,
+)
+from elastic.protocol.events import WorkerJoined, WorkerLost
+from elastic.protocol.messages import Evidence
+from elastic.reporting import outputs
+from elastic.reporting.outputs import keep_files, read_kept
+from health.reading import Reading
+from tests.support.coordinator_desk import CoordinatorDesk
+
+PATIENCE_S = 20.0
+GPU = Reading(kind="gpu", of="0000:53:00", at_s=5.0, values={"power_w": 71.0}, pids=(7,))
+OTHERS = Reading(kind="gpu", of="0000:9b:00", at_s=5.0, values={"power_w": 71.0}, pids=(8,))
+
+
+@pytest.fixture(autouse=True)
+def _collect() -> Iterator[None]:
+    yield
+    gc.enable()  # the dispatcher puts it off for longer
+
+
+class Agents:
+    """Of all nodes but those that are gone, as the coordinator asks them."""
+
+    def __init__(self) -> None:
+        self.agent = object.__new__(NodeAgent)
+        self.agent._readings = [GPU, OTHERS]
+        self.gone: set[str] = set()
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.asked: list[str] = []
+
+    async def last_words(self, ended: Iterable[WorkerJoined]) -> dict[str, Evidence]:
+        there = [one for one in ended if one.node not in self.gone]
+        self.asked += [one.worker for one in there]
+        await self.answers.wait()
+        return self.agent.last_words(there)
+
+    async def output(
+        self, node: str, files: Sequence[str], most_bytes: int
+    ) -> dict[str, str] | None:
+        await self.answers.wait()
+        return None if node in self.gone else self.agent.output(files, most_bytes)
+
+
+class Desk(CoordinatorDesk):
+    """Workers a, b and c on nodes A, B and C, and files for their output."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root / "run")
+        self.on_nodes, self._logs = Agents(), root / "logs"
+        self._logs.mkdir()
+        self.words = LastWords(
+            self.paths,
+            self.on_nodes,  # type: ignore[arg-type]
+            self.records,
+            Aside(self.membership, self.dispatcher),
+        )
+        self.joined = {worker: self._joins(worker) for worker in "abc"}
+
+    def _joins(self, worker: str) -> WorkerJoined:
+        log = self._logs / f"worker-0{worker}-01000000-7.err"
+        log.write_text(f"first of {worker}\nlast of {worker}\n")
+        event = WorkerJoined(
+            time=1.0, worker=worker, node=worker.upper(), pid=7, born_ticks=1, logs=[str(log)]
+        )
+        self.records.note(event)
+        return event
+
+    def run(self, story: Callable[[], Awaitable[None]]) -> None:
+        async def tell() -> None:
+            await asyncio.wait_for(story(), PATIENCE_S)
+            self.records.end("interrupted", None).result()
+
+        asyncio.run(tell())
+
+    def manifests(self) -> list[dict[str, object]]:
+        paths = sorted(self.paths.incidents.glob("*/manifest.json"))
+        return [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.mark.parametrize("cause", [CRASH, USER_ERROR, COLLECTIVE])
+def test_the_last_words_of_a_worker_that_is_lost_are_kept(tmp_path: Path, cause: Cause) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.workers.lose("b", cause, "process 7 ended by SIGSEGV")
+        await desk.words.finish()
+
+    desk.run(story)
+    (manifest,) = desk.manifests()
+    assert manifest["accused"] == {"b": f"{cause}: process 7 ended by SIGSEGV"}
+    folder = desk.paths.incidents / "001"
+    assert {path.name for path in folder.iterdir()} == {"manifest.json", "b.log", "readings.json"}
+    assert "first of b\nlast of b\n" in (folder / "b.log").read_text()
+    (reading,) = json.loads((folder / "readings.json").read_text())["b"]
+    assert reading["of"] == GPU.of
+
+
+@pytest.mark.parametrize("cause", [HANG, LINK, PREEMPTION])
+def test_who_was_looked_at_before_or_was_to_go_is_not_asked(tmp_path: Path, cause: Cause) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.workers.lose("b", cause, "as found")
+        await desk.words.finish()
+
+    desk.run(story)
+    assert desk.on_nodes.asked == [] and not desk.paths.incidents.exists()
+
+
+def test_an_agent_that_takes_its_time_holds_up_nobody(tmp_path: Path) -> None:
+    """Who is lost meanwhile shares a folder."""
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.on_nodes.answers.clear()
+        for worker in "abc":
+            await desk.workers.lose(worker, CRASH, "process 7 ended")
+            while not desk.on_nodes.asked:
+                await asyncio.sleep(0)
+        assert [lost.worker for lost in desk.happened(WorkerLost)] == ["a", "b", "c"]
+        assert desk.on_nodes.asked == ["a"]
+        desk.on_nodes.answers.set()
+        await desk.words.finish()
+
+    desk.run(story)
+    assert [list(one["accused"]) for one in desk.manifests()] == [["a"], ["b", "c"]]  # type: ignore[call-overload]
+
+
+def test_of_a_node_that_is_gone_nothing_comes_and_nothing_is_written(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.on_nodes.gone = {"B"}
+
+    async def story() -> None:
+        await desk.workers.lose("b", CRASH, "process 7 ended")
+        await desk.words.finish()
+        await desk.words.keep_output("B")
+
+    desk.run(story)
+    assert not desk.paths.incidents.exists() and not desk.paths.output_of("B").exists()
+
+
+def test_a_storage_that_hangs_holds_up_the_end_of_a_run_for_so_long_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(last_words, "FINISH_S", 0.05)
+    monkeypatch.setattr(last_words, "OUTPUT_S", 0.05)
+    answers = threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        answers.wait(PATIENCE_S)
+
+    monkeypatch.setattr(last_words, "keep_evidence", hang)
+    monkeypatch.setattr(last_words, "keep_files", hang)
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.workers.lose("b", CRASH, "process 7 ended")
+        began_s = time.monotonic()
+        await desk.words.finish()
+        await desk.words.keep_output("B")
+        assert time.monotonic() - began_s < PATIENCE_S / 2
+        answers.set()
+
+    desk.run(story)
+    assert "are not kept after 0.05 s" in caplog.text
+    assert "on node B is not kept: TimeoutError()" in caplog.text
+
+
+def test_last_words_leave_half_of_the_folders_to_who_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic.coordinator.evidence.MOST_FOLDERS", 2)
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        for worker in "ab":
+            await desk.workers.lose(worker, CRASH, "process 7 ended")
+            await desk.words.finish()
+
+    desk.run(story)
+    assert [list(one["accused"]) for one in desk.manifests()] == [["a"]]  # type: ignore[call-overload]
+
+
+def test_a_coordinator_that_is_started_anew_knows_who_wrote_where(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    anew = LastWords(
+        desk.paths,
+        desk.on_nodes,  # type: ignore[arg-type]
+        desk.records,
+        Aside(desk.membership, desk.dispatcher),
+    )
+    desk.records.followers[:] = [anew._hear]
+    anew.replay(desk.joined.values())
+
+    async def story() -> None:
+        await desk.workers.lose("c", CRASH, "process 7 ended")
+        await anew.finish()
+
+    desk.run(story)
+    assert "last of c" in (desk.paths.incidents / "001" / "c.log").read_text()
+
+
+def test_all_output_of_a_node_is_kept_also_of_those_who_were_lost_there(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.workers.lose("b", PREEMPTION, "as announced")
+        await desk.words.keep_output("B")
+
+    desk.run(story)
+    kept = desk.paths.output_of("B")
+    (log,) = desk.joined["b"].logs
+    Path(log).unlink()  # as the machine takes it along
+    assert read_kept(kept, [log], 1 << 20) == {log: "first of b\nlast of b\n"}
+    assert read_kept(kept, [log], 12) == {log: "last of b\n"}
+    assert [path.name for path in kept.parent.iterdir()] == ["B"]
+
+
+def test_the_nodes_that_were_replaced_last_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "MOST_NODES", 2)
+    for number, node in enumerate("CAB"):
+        keep_files(tmp_path / node, {"/logs/w.err": "x"})
+        os.utime(tmp_path / node, (number, number))
+    keep_files(tmp_path / "D", {"/logs/w.err": "x"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["B", "D"]
