@@ -104,6 +104,8 @@ def plan_machine(
 
 
 def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> str:
+    from trainer.dryrun.report import BOUND
+
     needs, machine = found.needs, found.machine
     layout = f"{trainer.scaling.max_replicas} replicas of {trainer.train.parallel.dims}"
     lines = [f"{needs.parameters:,} parameters; {layout}: {found.workers:,} workers"]
@@ -121,6 +123,8 @@ def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> 
         )
     if found.offloaded_bytes:
         lines.append(_offloaded(found))
+    if found.bound:
+        lines.append(BOUND)
     if found.lacks_gpus:
         lines.append(f"{found.workers:,} workers, but {found.gpus:,} GPUs: it does not fit")
     elif found.fits is False:

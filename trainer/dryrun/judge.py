@@ -46,6 +46,7 @@ class Judge:
             workers=replicas * train.parallel.workers,
             machine=self.machine,
             nodes=self.nodes,
+            bound=train.compile != "off",
         )
 
     def nearest(self, train: TrainConfig, replicas: int) -> Change | None:
