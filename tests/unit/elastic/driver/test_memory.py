@@ -74,9 +74,9 @@ def test_what_may_not_fit_is_warned_of(
     assert "a worker may not fit: by a dry run it needs" in caplog.text
 
 
-@pytest.mark.parametrize("changes", [{}, {"recompute": 0.5}])
+@pytest.mark.parametrize("recompute", [None, 0.5])
 def test_what_compiled_blocks_may_not_need_is_warned_of(
-    changes: dict[str, float],
+    recompute: float | None,
     train: TrainConfig,
     memory_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,7 +84,7 @@ def test_what_compiled_blocks_may_not_need_is_warned_of(
 ) -> None:
     """A dry run counts what they keep without compilation: a bound, which refuses nothing."""
     small_gpus(monkeypatch, memory_bytes / 1.5)
-    check_memory(replace(train, compile="on", **changes), ONE, ["H100"])
+    check_memory(replace(train, compile="on", recompute=recompute), ONE, ["H100"])
     assert re.search("a worker may not fit: by a dry run it needs .* That is a bound", caplog.text)
 
 

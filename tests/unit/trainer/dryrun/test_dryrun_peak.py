@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from elastic import ModelConfig
 from tests.support.measured_peak import measured_peak
 from tests.support.small_llama import SETTINGS, small_train
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.dryrun.rank import dry_run
-from trainer.tasks.causal_lm import ModelConfig
 from trainer.tasks.custom import CustomTask
 
 
