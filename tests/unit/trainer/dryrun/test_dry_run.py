@@ -112,6 +112,22 @@ def test_the_host_waits_in_the_commit_alone(sharded: RankNeeds) -> None:
     assert sharded.host_syncs == 4
 
 
+def test_a_comparison_in_each_micro_batch_is_a_wait_in_each() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        assert torch.equal(batch, batch)
+        return model(batch).square().sum(), len(batch)
+
+    task = CustomTask(
+        build_model=lambda: nn.Linear(8, 8), loss_function=loss, dataset=torch.ones(16, 8)
+    )
+    train = TrainConfig(task=task, steps=2, global_batch=16, micro_batch=4, lanes=1)
+    assert dry_run(train, replicas=1, device="cuda").host_syncs == 4 + 1
+
+
+def test_what_a_chunked_head_compares_at_first_is_no_part_of_a_step() -> None:
+    assert dry_run(small_train(loss_chunk=64), replicas=1, device="cuda").host_syncs == 1
+
+
 def test_recomputation_and_a_chunked_head_need_less() -> None:
     def needs(**changes: Any) -> dict[str, int]:
         train = small_train(global_batch=16, **changes)
