@@ -13,7 +13,7 @@ from elastic.config import ScalingConfig
 from trainer.config import TrainConfig
 from trainer.dryrun.judge import Judge
 from trainer.dryrun.machines import MACHINES, Machine
-from trainer.dryrun.report import Report
+from trainer.dryrun.report import BOUND, Report
 from trainer.errors import ConfigError
 from trainer.tasks.task import PreparedTask
 
@@ -74,22 +74,25 @@ def check_memory(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, on how a model is made
             found = judge.judge(train, scaling.max_replicas)
-            too_large = found.verdict == "too large" or found.lacks_host_memory
-            change = judge.nearest(train, scaling.max_replicas) if too_large else None
+            change = judge.nearest(train, scaling.max_replicas) if found.refused else None
     except ConfigError:
         raise
     except Exception as error:  # of torch, on operators that it cannot try dry
         log.warning("no dry run: %s: %s", type(error).__name__, error)
         return
-    if too_large:
+    if found.refused:
         raise ConfigError(
             "train.parallel",
             str(train.parallel.dims),
             f"by a dry run a worker needs {_in_words(found, machine)}",
             f"Use {change.text}" if change else "Use GPUs with more memory",
         )
-    if found.verdict == "tight":
-        log.warning("a worker may not fit: by a dry run it needs %s", _in_words(found, machine))
+    if found.verdict != "fits" or found.lacks_host_memory:
+        log.warning(
+            "a worker may not fit: by a dry run it needs %s%s",
+            _in_words(found, machine),
+            f". {BOUND}" if found.bound else "",
+        )
 
 
 def _in_words(found: Report, machine: Machine) -> str:

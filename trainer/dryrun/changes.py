@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from trainer.config import TrainConfig
+from trainer.config import OffloadConfig, TrainConfig
+from trainer.replication.lanes import plan_lane_buffers
 
 _CHUNK_TOKENS = 1024
 
@@ -22,8 +23,14 @@ class Change(NamedTuple):
     """With it."""
 
 
+_Step = tuple[str, dict[str, Any]]
+"""A setting as the user writes it, and as fields of a TrainConfig."""
+
+
 def plan_changes(train: TrainConfig, replicas: int, *, blocks: bool) -> Iterator[Change]:
-    """What to try, each on top of those before it: nothing that changes what is learned.
+    """What to try: nothing that changes what is learned. First what costs least, each by itself;
+    then what holds fewer activations, each on top of those before it; then another layout. What
+    is offloaded is tried beside these: the host may lack the room for it.
 
     Args:
         train: the settings of the run.
@@ -31,24 +38,49 @@ def plan_changes(train: TrainConfig, replicas: int, *, blocks: bool) -> Iterator
         blocks: whether the model has repeated blocks.
     """
     lanes = train.lanes or replicas
-    told: list[str] = []
+    light, lighter = _light(train, lanes, replicas), list[_Step]()
+    for step in light:
+        yield _change(train, [step], replicas)
     if blocks and train.recompute != "full":
-        train = replace(train, recompute="full")
-        told.append('recompute="full"')
-        yield Change(", ".join(told), train, replicas)
+        lighter.append(('recompute="full"', {"recompute": "full"}))
+        yield _change(train, lighter, replicas)
     task: Any = train.task
     if getattr(task, "loss_chunk", 0) is None:
-        train = replace(train, task=replace(task, loss_chunk=_CHUNK_TOKENS))
-        told.append(f"loss_chunk={_CHUNK_TOKENS}")
-        yield Change(", ".join(told), train, replicas)
+        chunked = {"task": replace(task, loss_chunk=_CHUNK_TOKENS)}
+        lighter.append((f"loss_chunk={_CHUNK_TOKENS}", chunked))
+        yield _change(train, lighter, replicas)
+    away: list[_Step] = []
+    if blocks and train.offload is None:
+        away = [("offload=OffloadConfig()", {"offload": OffloadConfig()})]
+        yield _change(train, [*lighter, *away], replicas)
     if train.micro_samples(lanes) > 1:
-        train = replace(train, micro_batch=1)
-        told.append("micro_batch=1")
-        yield Change(", ".join(told), train, replicas)
+        lighter.append(("micro_batch=1", {"micro_batch": 1}))
+        yield _change(train, lighter, replicas)
+        if away:
+            yield _change(train, [*lighter, *away], replicas)
+    if light and lighter:
+        lighter += light
+        yield _change(train, lighter, replicas)
     for factor in (2, 4, 8, 16):
         shard = factor * train.parallel.shard
         if replicas % factor or train.global_batch % (lanes * shard):
             return
-        changed = replace(train, parallel=replace(train.parallel, shard=shard), lanes=lanes)
-        more = [*told, f"shard={shard}, max_replicas={replicas // factor}"]
-        yield Change(", ".join(more), changed, replicas // factor)
+        parallel, fewer = replace(train.parallel, shard=shard), replicas // factor
+        sharded = {"parallel": parallel, "lanes": lanes}
+        yield _change(train, [*lighter, (f"shard={shard}, max_replicas={fewer}", sharded)], fewer)
+
+
+def _light(train: TrainConfig, lanes: int, replicas: int) -> list[_Step]:
+    """What changes no bit and computes nothing twice."""
+    steps: list[_Step] = []
+    if train.gather_ahead > 1 and train.parallel.dims.fsdp > 1:
+        steps.append(("gather_ahead=1", {"gather_ahead": 1}))
+    if plan_lane_buffers(train.lane_buffers, lanes, replicas, "cuda") != 1:
+        steps.append(("lane_buffers=1", {"lane_buffers": 1}))
+    return steps
+
+
+def _change(train: TrainConfig, steps: Sequence[_Step], replicas: int) -> Change:
+    text = ", ".join(text for text, _ in steps)
+    fields = {name: value for _, step in steps for name, value in step.items()}
+    return Change(text, replace(train, **fields), replicas)

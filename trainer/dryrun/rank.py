@@ -214,6 +214,7 @@ def _step(loop: DryLoop, watch: Watch, *, times: float) -> None:
         watch: counts what it does.
         times: micro-batches of a lane, for each that is computed here.
     """
+    watch.host_syncs = 0  # those of a start
     home, alone = loop.engine.gradient, loop.cross.size == 1
     *before, last = loop.sums.begin(0, loop.lanes, home, alone=alone)
     no_loss = torch.zeros((), dtype=torch.float64)

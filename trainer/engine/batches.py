@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def pinned(batch: Any) -> Any:
     """The same in memory that `to_device` copies from without making the host wait."""
     return _each(batch, torch.Tensor.pin_memory)
+
+
+def upload(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Numbers of the host in float64 on `device`, for which the host does not wait:
+    `torch.tensor(..., device="cuda")` copies from memory that is not pinned, and waits for all that
+    was queued before."""
+    there = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)
 
 
 def _each(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -23,7 +23,7 @@ from trainer.backend.groups import (
     torch_device,
 )
 from trainer.config import TrainConfig
-from trainer.engine.batches import to_device
+from trainer.engine.batches import to_device, upload
 from trainer.engine.build import build_model, family_of_task
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.names import PARAMETERS
@@ -376,7 +376,7 @@ class Engine:
         use."""
         if self._workers == 1:
             return vector
-        tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
+        tensor = upload(vector, self.device)
         dist.reduce(tensor, 0)
         return _numbers_of(tensor)
 
@@ -384,13 +384,13 @@ class Engine:
         """The first worker's `vector`, on every worker of the replica."""
         if self._workers == 1:
             return vector
-        tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
+        tensor = upload(vector, self.device)
         dist.broadcast(tensor, 0)
         return _numbers_of(tensor)
 
     def sum_in_replica(self, vector: list[float]) -> list[float]:
         """All-reduces a small float64 vector over the replica. Waits for the device."""
-        tensor = torch.tensor(vector, dtype=torch.float64, device=self.device)
+        tensor = upload(vector, self.device)
         dist.all_reduce(tensor)
         return _numbers_of(tensor)
 

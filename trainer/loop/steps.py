@@ -26,6 +26,7 @@ import torch
 from trainer.backend.groups import let_go_of_ended
 from trainer.config import TrainConfig
 from trainer.data import SampleSource
+from trainer.engine.batches import upload
 from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.loop.between_steps import BetweenSteps
@@ -360,7 +361,7 @@ class TrainLoop:
     def tell_followers(self, total: list[float]) -> list[float]:
         """What was agreed on, for those who follow: with a state of another rank than the first
         they are in no sum of it. A group that fails in it fails the next step's reduce as well."""
-        told = torch.tensor(total, dtype=torch.float64, device=self.engine.device)
+        told = upload(total, self.engine.device)
         try:
             self.cross.hear_first(told)
         except CrossGroupLost:
@@ -375,9 +376,7 @@ class TrainLoop:
             return replica
         own = replica if self.cross.rank == 0 else [0.0, *replica[1:]]
         try:
-            total = self.cross.sum(
-                torch.tensor(own, dtype=torch.float64, device=self.engine.device)
-            )
+            total = self.cross.sum(upload(own, self.engine.device))
         except CrossGroupLost:
             return [replica[0], 1.0, *replica[2:]]
         return total.tolist()

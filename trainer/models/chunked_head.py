@@ -71,6 +71,11 @@ def with_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> Any:
     return output
 
 
+def same(returned: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether it is. Waits for the device, in a model's first micro-batch alone."""
+    return torch.equal(returned.detach(), first)
+
+
 class _Losses:
     def __init__(self, chunk: int, entropy: Entropy) -> None:
         self._chunk, self._entropy = chunk, entropy
@@ -96,12 +101,12 @@ class _Losses:
         return total
 
     def check(self, returned: torch.Tensor) -> None:
-        """The first time, as it waits for the device: whether what the head gave is what the model
-        has returned. A loss that is no number does not say."""
+        """The first time alone: whether what the head gave is what the model has returned. A loss
+        that is no number does not say."""
         if self._checked:
             return
         first = self._first
-        if first is None or not torch.equal(returned.detach(), first):
+        if first is None or not same(returned, first):
             if first is not None and first.isnan():
                 return
             raise ConfigError(

@@ -112,6 +112,22 @@ def test_the_host_waits_in_the_commit_alone(sharded: RankNeeds) -> None:
     assert sharded.host_syncs == 4
 
 
+def test_a_comparison_in_each_micro_batch_is_a_wait_in_each() -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        assert torch.equal(batch, batch)
+        return model(batch).square().sum(), len(batch)
+
+    task = CustomTask(
+        build_model=lambda: nn.Linear(8, 8), loss_function=loss, dataset=torch.ones(16, 8)
+    )
+    train = TrainConfig(task=task, steps=2, global_batch=16, micro_batch=4, lanes=1)
+    assert dry_run(train, replicas=1, device="cuda").host_syncs == 4 + 1
+
+
+def test_what_a_chunked_head_compares_at_first_is_no_part_of_a_step() -> None:
+    assert dry_run(small_train(loss_chunk=64), replicas=1, device="cuda").host_syncs == 1
+
+
 def test_recomputation_and_a_chunked_head_need_less() -> None:
     def needs(**changes: Any) -> dict[str, int]:
         train = small_train(global_batch=16, **changes)
@@ -338,7 +354,9 @@ def test_changes_leave_the_sums_what_they_were() -> None:
     assert [change.text for change in changes] == [
         'recompute="full"',
         'recompute="full", loss_chunk=1024',
+        'recompute="full", loss_chunk=1024, offload=OffloadConfig()',
         'recompute="full", loss_chunk=1024, micro_batch=1',
+        'recompute="full", loss_chunk=1024, micro_batch=1, offload=OffloadConfig()',
         'recompute="full", loss_chunk=1024, micro_batch=1, shard=2, max_replicas=2',
         'recompute="full", loss_chunk=1024, micro_batch=1, shard=4, max_replicas=1',
     ]
@@ -347,6 +365,43 @@ def test_changes_leave_the_sums_what_they_were() -> None:
         assert (change.train.lanes or change.replicas) == 4
         assert change.train.global_batch == 32
         assert change.replicas * change.train.parallel.workers == 4
+
+
+def test_what_changes_no_bit_is_tried_first_and_before_another_layout() -> None:
+    """Four lanes in one replica; the buffers for one of them, as more is given up."""
+    train = small_train(shard=2, lanes=4, global_batch=8, recompute="full", loss_chunk=64)
+    changes = plan_changes(replace(train, gather_ahead=3, micro_batch=1), 1, blocks=False)
+    assert [change.text for change in changes] == ["gather_ahead=1", "lane_buffers=1"]
+    changes = plan_changes(replace(train, global_batch=16), 2, blocks=False)
+    assert [change.text for change in changes] == [
+        "lane_buffers=1",
+        "micro_batch=1",
+        "micro_batch=1, lane_buffers=1",
+        "micro_batch=1, lane_buffers=1, shard=4, max_replicas=1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted", "text"),
+    [
+        ({"lanes": 8, "global_batch": 8}, {"lane_buffers": 1}, "lane_buffers=1"),
+        (
+            {"shard": 64, "global_batch": 64, "recompute": "full", "gather_ahead": 3},
+            {"gather_ahead": 1},
+            "gather_ahead=1",
+        ),
+        (
+            {"recompute": "full", "loss_chunk": 64, "global_batch": 64},
+            {"offload": OffloadConfig()},
+            "offload=OffloadConfig()",
+        ),
+    ],
+)
+def test_one_setting_is_named_where_it_is_enough(
+    settings: dict[str, Any], wanted: dict[str, Any], text: str
+) -> None:
+    train = small_train(**settings)
+    assert nearest_for(train, replace(train, **wanted), 1, before=1) == text
 
 
 def without_blocks(**parallel: Any) -> TrainConfig:
@@ -361,14 +416,16 @@ def without_blocks(**parallel: Any) -> TrainConfig:
     )
 
 
-def nearest_for(train: TrainConfig, wanted: TrainConfig, replicas: int) -> str | None:
-    """What is said to fit in place of `train`, with two replicas, where `wanted` fits, with so
+def nearest_for(
+    train: TrainConfig, wanted: TrainConfig, replicas: int, *, before: int = 2
+) -> str | None:
+    """What is said to fit in place of `train`, with `before` replicas, where `wanted` fits, with so
     many."""
     tiny = Machine(name="tiny", gpus=8, memory_bytes=1)
     needed = Judge(device="cuda", machine=tiny, nodes=1).judge(wanted, replicas).needed_bytes
-    judge = Judge(device="cuda", machine=replace(tiny, memory_bytes=needed), nodes=1)
-    assert judge.judge(train, 2).fits is False
-    change = judge.nearest(train, 2)
+    judge = Judge(device="cuda", machine=replace(tiny, memory_bytes=needed), nodes=None)
+    assert judge.judge(train, before).fits is False
+    change = judge.nearest(train, before)
     return None if change is None else change.text
 
 

@@ -2,12 +2,61 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+from elastic import ModelConfig
 from tests.support.measured_peak import measured_peak
-from tests.support.small_llama import small_train
+from tests.support.small_llama import SETTINGS, small_train
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.dryrun.rank import dry_run
+from trainer.tasks.custom import CustomTask
+
+
+def of_text(architecture: str, settings: dict[str, Any], **changes: Any) -> TrainConfig:
+    """Another model in the place of the Llama."""
+    train = small_train(**changes)
+    model = ModelConfig(architecture=architecture, settings=settings)
+    return replace(train, task=replace(train.task, model=model))
+
+
+class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Of 32 x 32 points, with what they show."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, sample: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((1, 32, 32), sample / 256), torch.tensor(sample % 10)
+
+
+def make_network() -> nn.Module:
+    """Two wide layers, and no blocks. No convolution: what oneDNN takes for one is not foretold."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(1024, 2048),
+        nn.LayerNorm(2048),
+        nn.GELU(),
+        nn.Linear(2048, 512),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(512, 10),
+    )
+
+
+def entropy(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    """The loss of some pictures."""
+    pictures, what = batch
+    return nn.functional.cross_entropy(model(pictures), what, reduction="sum"), len(what)
+
+
+PICTURES = CustomTask(build_model=make_network, loss_function=entropy, dataset=Pictures())
+GPT2 = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 4096, "n_positions": 512}
+EXPERTS = {**SETTINGS, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 LAYOUTS = {
     "one worker": (small_train(), 1),
@@ -37,9 +86,15 @@ LAYOUTS = {
         ),
         1,
     ),
+    "GPT-2": (of_text("gpt2", {**GPT2, "bos_token_id": None, "eos_token_id": None}), 1),
+    "a mixture of experts": (of_text("mixtral", EXPERTS, precision="bfloat16"), 1),
+    "a task of one's own": (TrainConfig(task=PICTURES, steps=10, global_batch=256, lanes=1), 1),
 }
-TELLING = ("tensor 2", "context 2", "bfloat16 masters, gathered ahead")
-"""They have most of what the others have."""
+TELLING = (
+    *("tensor 2", "context 2", "bfloat16 masters, gathered ahead"),
+    *("GPT-2", "a mixture of experts", "a task of one's own"),
+)
+"""Layouts that have most of what the others have, and other models than the Llama."""
 
 
 @pytest.mark.parametrize(
