@@ -163,10 +163,16 @@ class Scene:
     def break_off(self, reason: str) -> None:
         """A collective across replicas has failed."""
         other = next(n for n in NODES if n != self.node)
-        slot = f"replica {NODES.index(other)} shard 0 tensor 0"
-        time = TIME - self.rng.random()
+        index = NODES.index(other)
         self.happened.append(
-            events.CrossGroupLost(time=time, generation=3, slot=slot, reason=reason)
+            events.CrossGroupLost(
+                time=TIME - self.rng.random(),
+                generation=3,
+                slot=f"replica {index} shard 0 tensor 0",
+                reason=reason,
+                worker=mates_at(index)[0],
+                node=other,
+            )
         )
 
 
