@@ -198,10 +198,16 @@ class Scene:
 
     def break_off(self, reason: str) -> None:
         """A collective across replicas has failed."""
-        index = next(i for i, r in enumerate(self.replicas) if self.victim not in r)
-        slot = f"replica {index} shard 0 tensor 0"
+        index, other = next((i, r[0]) for i, r in enumerate(self.replicas) if self.victim not in r)
         self.happened.append(
-            events.CrossGroupLost(time=TIME - 0.5, generation=3, slot=slot, reason=reason)
+            events.CrossGroupLost(
+                time=TIME - 0.5,
+                generation=3,
+                slot=f"replica {index} shard 0 tensor 0",
+                reason=reason,
+                worker=other,
+                node=NODE_OF[other],
+            )
         )
 
 

@@ -43,6 +43,7 @@ from elastic.coordinator.arrivals import Arrivals
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.corruption import Corruption
+from elastic.coordinator.cross_failures import CrossFailures
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
 from elastic.coordinator.fault_injection import Injections
@@ -236,6 +237,7 @@ class Coordinator(CoordinatorApi):
         )
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
+        self._cross_failures = CrossFailures(self._membership, self._dispatcher, self._records)
         aside = Aside(self._membership, self._dispatcher)
         self._last_words = LastWords(config.paths, self._agents, self._records, aside)
         self._replacements = Replacements(
@@ -297,7 +299,7 @@ class Coordinator(CoordinatorApi):
             self._workers,
             self._agents,
             self._link_tests,
-            self._break_off,
+            self._cross_failures.take,
         )
 
     def _make_snapshots(self) -> Snapshots:
@@ -523,17 +525,7 @@ class Coordinator(CoordinatorApi):
 
     @_when_known
     async def cross_lost(self, worker: str, generation: int, reason: str) -> None:
-        await self._break_off(generation, reason, self._membership.slot_name(worker))
-
-    async def _break_off(self, generation: int, reason: str, slot: str | None = None) -> None:
-        """A collective across the replicas of a roster has failed, or does not end."""
-        if self._membership.cross_lost(generation, reason):
-            self._records.note(
-                events.CrossGroupLost(
-                    time=time.time(), generation=generation, slot=slot, reason=reason
-                )
-            )
-            await self._dispatcher.advance()
+        await self._cross_failures.take(generation, reason, worker)
 
     @_when_known
     async def links_tested(self, worker: str, test: LinkTest) -> None:

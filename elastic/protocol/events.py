@@ -124,7 +124,7 @@ class WorkerLost(Event):
 @dataclass(frozen=True, kw_only=True)
 class CrossGroupLost(Event):
     """A collective across replicas has failed, or its group could not be made: the first news of a
-    roster, as its worker saw it."""
+    roster, as its worker saw it, and what workers of other nodes said before they were called."""
 
     generation: int
     """Generation of the roster."""
@@ -132,6 +132,10 @@ class CrossGroupLost(Event):
     """Place of the worker; None where its replica is gone by now."""
     reason: str
     """What its backend said."""
+    worker: str | None = None
+    """Who saw it; None: nobody, as all wait for each other, or the record is an old one."""
+    node: str | None = None
+    """Node of that worker, where it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -255,8 +255,8 @@ def _signs_of_loss(event: WorkerLost) -> Iterator[Sign]:
 
 
 def _signs_of_group(event: CrossGroupLost) -> Iterator[Sign]:
-    """Of a group across replicas that has failed. Who told is known by its slot alone."""
-    where = event.slot or ""
+    """Of a group across replicas that has failed. Old records know who told by its slot alone."""
+    where = event.node or event.slot or ""
     yield Sign(
         name="cross_group_lost",
         source="loss",

@@ -42,7 +42,7 @@ from elastic.worker.save_schedule import SaveSchedule
 from elastic.worker.saver import Saver
 from health.heartbeat import NO_PHASE, NO_STEP, Heartbeat
 from health.pace import PaceWindow
-from trainer.backend.groups import abort_groups
+from trainer.backend.groups import abort_groups, replica_connections
 from trainer.engine.engine import Engine
 from trainer.loop.clock import OwnTimes, StepTimes
 from trainer.loop.device_time import DeviceTime
@@ -329,12 +329,12 @@ class CoordinatorLink:
                 continue
             if call is None:
                 return
-            seen = call.serial
+            seen, replica = call.serial, replica_connections()
             self._called[call.kind] = call.serial
             if call.kind == "fault":
                 self._save_schedule.failed()
                 if call.serial > self._settled:  # else it is of the groups before
-                    abort_groups(replica=call.broken)
+                    abort_groups(replica=replica if call.broken else None)
 
     def _next_call(self, seen: int) -> ObjectRef[Signal | None]:
         return self._coordinator.send(CoordinatorApi.watch, self._identity.worker, seen)

@@ -31,6 +31,7 @@ from trainer.backend.groups import (
     check_replica_group,
     leave_replica_group,
     make_replica_group,
+    replica_connections,
     torch_device,
 )
 from trainer.backend.rendezvous import Rendezvous
@@ -78,7 +79,7 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
             dist.all_reduce(numbers, group=group)
         assert numbers.tolist() == [0, 1, 2, 3]
         check_replica_group()
-        for end in abort_groups(replica=True):
+        for end in abort_groups(replica=replica_connections()):
             end.result()
         if fabric.device == "cuda":
             with pytest.raises(RuntimeError, match="aborted"):

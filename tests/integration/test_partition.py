@@ -102,7 +102,8 @@ def test_a_host_that_is_cut_off_for_good(tmp_path: Path) -> None:
 
 
 def test_a_replica_over_two_hosts_loses_one_of_them(tmp_path: Path) -> None:
-    """The worker on the other host waits in a collective that nobody ends but the silence."""
+    """The worker on the other host waits in a collective, which the call ends that its mate is
+    lost."""
     with run_on(tmp_path, hosts=2, replicas=1, shard=2) as run:
         host = run.under_way()
         cut_off, cut_s = workers_on(run, host), time.time()

@@ -146,7 +146,7 @@ def test_collectives_that_fail_while_nobody_dies_end_the_run(cluster: None, tmp_
     told = [e for e in happened if isinstance(e, CrossGroupLost)]
     # Its peer, whose connection is closed, may be heard first: two processes send.
     assert "the link is bad" in {e.reason for e in told}
-    assert len({e.generation for e in told}) == len(told) == MOST_IN_VAIN
+    assert len({e.generation for e in told}) == len(told) == MOST_IN_VAIN, "on one machine"
     tested = [e for e in happened if isinstance(e, LinksTested)]
     assert [e.count for e in tested] == [0] * (MOST_IN_VAIN - 2)
     stood = {e.generation: e.time for e in happened if isinstance(e, RegroupDone)}

@@ -15,7 +15,7 @@ from tests.support.data_plane import make_engine
 from tests.support.fabric import Fabric, FabricGroup
 from tests.support.processes import PATIENCE
 from tests.support.quiet_link import QuietLink
-from trainer.backend.groups import abort_groups
+from trainer.backend.groups import abort_groups, replica_connections
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.loop.link import LoopConfig, Progress
@@ -68,7 +68,7 @@ def end_groups_at_the_call(port: int, *, replica: bool) -> threading.Thread:
 
     def hear() -> None:
         dist.TCPStore("127.0.0.1", port).wait(["fault 1"], PATIENCE)
-        abort_groups(replica=replica)
+        abort_groups(replica=replica_connections() if replica else None)
 
     ear = threading.Thread(target=hear, daemon=True)
     ear.start()

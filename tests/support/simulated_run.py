@@ -66,7 +66,8 @@ class Plan:
     mishearings: int
     """Answers to joins that are lost on their way, while the coordinator lives."""
     silent: bool
-    """As on NCCL, a death does not wake those who wait for the dead: a signal has to."""
+    """As on NCCL, or of a machine that says nothing, a loss does not wake those who wait for the
+    lost: a signal has to."""
     by_priority: bool
     """Whoever has the highest (random, sometimes changing) priority moves, not just anyone."""
 

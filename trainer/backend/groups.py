@@ -302,7 +302,6 @@ def leave_replica_group() -> None:
     global _connections
     end_replica_collectives()
     with _ending:
-        _connections = Connections()
         while _meshes:
             # Only torch.compile reads it; not every release has it.
             getattr(_meshes.pop(), "_pg_registry", {}).clear()
@@ -310,6 +309,7 @@ def leave_replica_group() -> None:
             return
         dist.destroy_process_group()
     gc.collect()
+    _connections = Connections()  # not before: what is in flight may have to be woken by a call
 
 
 def make_cross_groups(
@@ -425,18 +425,21 @@ def warm_up(group: Any, size: int, device: torch.device) -> None:
     numbers.tolist()  # waits for all of them
 
 
-def abort_groups(*, replica: bool) -> list[Future[Any]]:
-    """Ends the collectives of this worker from another thread, at a call, on NCCL; on Gloo a lost
-    peer has woken them, or they are polled. Waits for nothing.
+def abort_groups(*, replica: Connections | None) -> list[Future[Any]]:
+    """Ends the collectives of this worker from another thread, at a call: those of the replica, and
+    on NCCL those across replicas, which are polled on Gloo. Waits for nothing.
 
     Args:
-        replica: of the replica's peers one is gone.
+        replica: the replica's connections, where of its peers one is gone; None: none is. They are
+            looked up before the call is heard: those of the next replica are others.
 
     Returns:
         The ends of what was begun.
     """
     with aborts.together() as all_there:
-        ends = [aborts.begin(_abort_replica_group, REPLICA, all_there)] if replica else []
+        ends = []
+        if replica is not None:
+            ends = [aborts.begin(partial(_abort_replica_group, replica), REPLICA, all_there)]
         ends += aborts.abort_all(_cross_groups, CROSS, all_there)
     return ends
 
@@ -444,10 +447,13 @@ def abort_groups(*, replica: bool) -> list[Future[Any]]:
 def end_replica_collectives() -> None:
     """Ends those of the default group, on NCCL, and waits until they have ended."""
     if _on_nccl():
-        aborts.begin(_abort_replica_group, REPLICA).result()
+        aborts.begin(partial(_abort_replica_group, _connections), REPLICA).result()
 
 
-def _abort_replica_group() -> None:
+def _abort_replica_group(connections: Connections) -> None:
+    if not torch.cuda.is_initialized():
+        # Gloo waits for a machine that is gone, and destroying the group does, too, with the lock.
+        connections.cut()
     with _ending:
         if _on_nccl():
             _aborted.set()

@@ -1,10 +1,11 @@
 """Peers whose machine is gone without a word: no power, no network.
 
 A process that dies closes its sockets, which wakes its peers. A machine that vanishes closes
-nothing: a Gloo collective waits for it until its timeout, a call to the store for ever, and neither
-can be woken from outside. So the kernel is asked to watch the connections: it probes those that are
-idle, and fails them when nothing was acknowledged for a while. A busy or frozen process does not
-matter, because the other machine's kernel acknowledges for it.
+nothing: a Gloo collective waits for it until its timeout, a call to the store for ever. Who knows
+better shuts the connections down, which wakes whoever waits in them. Where nobody does, the kernel
+is asked to watch them: it probes those that are idle, and fails them when nothing was acknowledged
+for a while. A busy or frozen process does not matter, because the other machine's kernel
+acknowledges for it.
 """
 
 from __future__ import annotations

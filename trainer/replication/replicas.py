@@ -1,7 +1,7 @@
 """What crosses replicas in a step: the reduction and the commit.
 
-A collective here is started asynchronously and polled, because a Gloo collective whose peer is
-frozen or cut off cannot be woken from outside; on a fault signal the group, the work and its
+A collective here is started asynchronously and polled, because Gloo itself cannot end one whose
+peer is frozen or cut off; on a fault signal the group, the work and its
 buffers are abandoned instead. Nothing is asked of a device before that: on CUDA, where memory is
 short, even an allocation may wait for a stream that waits for the lost peer. A failed or abandoned
 collective raises `CrossGroupLost`, and the caller goes on with what its own replica still expects
@@ -283,7 +283,7 @@ class CrossGroup:
         if not self._leave_now():
             self._on_lost(self._lost)
         if self._in_backward:
-            abort_groups(replica=False)
+            abort_groups(replica=None)
         else:
             self.close()
         return CrossGroupLost(self._lost)

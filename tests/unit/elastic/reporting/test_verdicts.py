@@ -153,6 +153,27 @@ def test_a_group_that_failed_names_a_peer_too() -> None:
     assert ("link", (), ("n3",), "other_seat") in map(of, advice)
 
 
+@pytest.mark.parametrize(
+    ("told", "confidence"),
+    [
+        ([("w0", "n0")], "weak"),  # it may be at fault itself
+        ([("w0", "n0"), ("w1", "n0")], "weak"),
+        ([("w0", "n0"), ("w2", "n2")], "likely"),
+    ],
+)
+def test_the_peer_that_two_machines_name_as_their_group_fails_is_blamed(
+    told: list[tuple[str, str]], confidence: str
+) -> None:
+    line = "Unresponsive remote (was previously responsive) Peer host id: i-0123456789"
+    failed = [
+        CrossGroupLost(time=99.0, generation=2, slot=None, reason=line, worker=worker, node=node)
+        for worker, node in told
+    ]
+    advice = found(shows("n3", 1.0, names=("i-0123456789",)), *failed, lost("w9", 100.0))
+    (link,) = [one for one in advice if one.verdict.cause == "link"]
+    assert (link.verdict.nodes, link.verdict.confidence) == (("n3",), confidence)
+
+
 def test_what_an_error_says_does_not_change_what_it_was() -> None:
     text = "ValueError: CUDA error: uncorrectable ECC error encountered"
     (one,) = found(lost("w1", 100.0, USER_ERROR, text))

@@ -11,7 +11,9 @@ import ray
 
 from elastic.protocol.coordinator_api import UnheardError
 from elastic.protocol.messages import Signal
+from elastic.worker import coordinator_link as module
 from elastic.worker.coordinator_link import CoordinatorLink
+from trainer.backend.silence import Connections
 
 
 @pytest.mark.parametrize(
@@ -46,3 +48,36 @@ def test_an_error_on_the_way_does_not_end_the_hearing(
     CoordinatorLink._watch(link)
     assert link._called == {"fault": 0, "boundary": 1}
     assert reintroduced == [2] * says_where_it_stands
+
+
+class HeardAtOnce(dict[str, int]):
+    """The loop hears the call as soon as it is there, leaves its replica and makes the next one."""
+
+    standing = Connections()
+
+    def __setitem__(self, kind: str, serial: int) -> None:
+        super().__setitem__(kind, serial)
+        self.standing = Connections()
+
+
+def test_a_call_ends_the_replica_that_stood_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the next one, which may be there when the watch comes to it."""
+    called = HeardAtOnce(fault=0, boundary=0)
+    former, ended = called.standing, list[Connections | None]()
+    answers = [
+        Signal(serial=1, kind="fault", broken=True),
+        Signal(serial=2, kind="fault", broken=False),
+        None,
+    ]
+    monkeypatch.setattr(ray, "get", lambda answer: answer)
+    monkeypatch.setattr(module, "replica_connections", lambda: called.standing)
+    monkeypatch.setattr(module, "abort_groups", lambda *, replica: ended.append(replica))
+    link: Any = SimpleNamespace(
+        _closed=threading.Event(),
+        _called=called,
+        _settled=0,
+        _save_schedule=SimpleNamespace(failed=lambda: None),
+        _next_call=lambda seen: answers.pop(0),
+    )
+    CoordinatorLink._watch(link)
+    assert ended == [former, None] and called.standing is not former

@@ -26,6 +26,7 @@ from trainer.backend.groups import (
     make_cross_groups,
 )
 from trainer.backend.rendezvous import Rendezvous, close_connections
+from trainer.backend.silence import Connections
 from trainer.errors import GroupError
 
 PATIENCE_S = 30.0
@@ -129,7 +130,7 @@ def test_a_call_ends_the_groups_across_replicas_and_the_replica_s(
     ends: list[tuple[str, str]], replica: None
 ) -> None:
     make("cross", ends)
-    asked = abort_groups(replica=True)
+    asked = abort_groups(replica=Connections())
     leave_replica_group()
     assert names(asked, ends) == {"cross", "replica"}
 
@@ -144,7 +145,7 @@ def test_no_abort_waits_for_a_group_that_is_aborted_after_it(
     known: Any = dist.distributed_c10d._world.pg_names
     for name, group in (("0", default), ("1", split)):
         monkeypatch.setitem(known, group, name)
-    assert names(abort_groups(replica=True), ends) == {"replica"}
+    assert names(abort_groups(replica=Connections()), ends) == {"replica"}
     assert cross.ended and default.ended and split.ended
 
 
@@ -167,8 +168,8 @@ def test_no_abort_begins_before_all_have_their_threads(
     """One that has begun may hold up who starts the others."""
     cross, begun = make("cross", ends), threading.Event()
     threads = Threads(monkeypatch, cross.begun, begun)
-    monkeypatch.setattr(groups, "_abort_replica_group", begun.set)
-    assert names(abort_groups(replica=True), ends) == {"cross"}
+    monkeypatch.setattr(groups, "_abort_replica_group", lambda replica: begun.set())
+    assert names(abort_groups(replica=Connections()), ends) == {"cross"}
     assert begun.is_set() and not threads.early
 
 
@@ -181,7 +182,7 @@ def test_no_abort_within_a_replica_begins_before_all_have_their_threads(
     for name, group in (("0", default), ("1", split)):
         monkeypatch.setitem(known, group, name)
     threads = Threads(monkeypatch, default.begun, split.begun)
-    groups._abort_replica_group()
+    groups._abort_replica_group(Connections())
     assert {name for name, _ in ends} == {"default", "split", "replica"}
     assert not threads.early
 
@@ -198,7 +199,7 @@ def test_how_long_an_abort_took_is_logged(
     monkeypatch.setattr(aborts, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     make("cross", ends)
     with caplog.at_level(logging.INFO):
-        assert names(abort_groups(replica=False), ends) == {"cross"}
+        assert names(abort_groups(replica=None), ends) == {"cross"}
         wait_until(lambda: bool(caplog.records), PATIENCE_S)
     (record,) = caplog.records
     assert record.message == f"the abort of the group across replicas took {seconds:.3f} s"
@@ -215,7 +216,7 @@ def test_an_abort_that_fails_is_logged(
             raise dist.DistBackendError("Future for ProcessGroup abort timed out")
 
     groups._cross_groups.append(Failing())
-    wait([*abort_groups(replica=False)])
+    wait([*abort_groups(replica=None)])
     wait_until(lambda: bool(caplog.records), PATIENCE_S)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -227,13 +228,13 @@ def test_a_call_for_another_replica_leaves_this_one_s_group(
     ends: list[tuple[str, str]], replica: None
 ) -> None:
     make("cross", ends)
-    assert names(abort_groups(replica=False), ends) == {"cross"}
+    assert names(abort_groups(replica=None), ends) == {"cross"}
 
 
 def test_who_hears_calls_waits_for_no_abort(ends: list[tuple[str, str]], replica: None) -> None:
     """The next call may come while one blocks."""
     cross = make("cross", ends, quick=False)
-    asked = abort_groups(replica=True) + abort_groups(replica=True)
+    asked = abort_groups(replica=Connections()) + abort_groups(replica=Connections())
     assert cross.begun.wait(PATIENCE_S) and "cross" not in dict(ends)
     cross.may_end.set()
     assert names(asked, ends) == {"cross", "replica"}
@@ -243,7 +244,7 @@ def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
     ends: list[tuple[str, str]],
 ) -> None:
     cross = make("cross", ends, quick=False)
-    asked = abort_groups(replica=False)
+    asked = abort_groups(replica=None)
     left = threading.Event()
 
     def leave() -> None:
@@ -256,7 +257,7 @@ def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
     cross.may_end.set()
     leaver.join(PATIENCE_S)
     assert left.is_set() and names(asked, ends) == {"cross"}
-    assert abort_groups(replica=False) == [], "and forgotten"
+    assert abort_groups(replica=None) == [], "and forgotten"
 
 
 class LeftMeanwhile(list[Any]):
@@ -276,7 +277,7 @@ def test_a_group_that_is_left_at_a_call_is_aborted_once_and_forgotten(
     there = LeftMeanwhile([make("cross", ends)])
     groups._cross_groups.clear()
     monkeypatch.setattr(groups, "_cross_groups", there)
-    assert names(abort_groups(replica=False), ends) <= {"cross"}
+    assert names(abort_groups(replica=None), ends) <= {"cross"}
     there.leaver.join(PATIENCE_S)
     assert [name for name, _ in ends] == ["cross"] and aborts._ends == {}
 
@@ -302,7 +303,7 @@ def test_a_group_that_is_left_while_it_connects_is_ended_when_it_has(
     def leave_now() -> bool:
         if not Connecting.entered.is_set():
             return False
-        abort_groups(replica=False)
+        abort_groups(replica=None)
         return True
 
     with pytest.raises(GroupError, match="left for a regroup"):

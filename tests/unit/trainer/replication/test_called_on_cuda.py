@@ -279,7 +279,7 @@ def test_a_loss_in_backward_is_left_after_it(how: str, monkeypatch: pytest.Monke
     cross._groups = [group]
     if how == "called away":
         called.append("fault")
-        groups.abort_groups(replica=False)  # as the watch thread has it
+        groups.abort_groups(replica=None)  # as the watch thread has it
     into = torch.zeros(8).as_subclass(OnCuda)
     reduction = Reduction(cross, {(0, 1): torch.ones(8)}, into, [4, 8], exact=True)
     reduction.start(4)
