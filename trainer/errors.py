@@ -18,6 +18,8 @@ cross Ray: each keeps its constructor arguments in `args`.
 
 from __future__ import annotations
 
+import traceback
+
 from checkpointing.field_types import settle_types
 
 
@@ -41,6 +43,12 @@ class ConfigError(TrainerError):
 
     def __str__(self) -> str:
         return f"{self.field} = {self.value!r}: {self.fact}. {self.fix}."
+
+
+def describe(error: Exception) -> str:
+    """What there is to say of an exception that is being handled: of one about the settings its
+    words, of another its traceback."""
+    return str(error) if isinstance(error, ConfigError) else traceback.format_exc()
 
 
 def check_types(config: object, where: str) -> None:

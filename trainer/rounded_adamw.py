@@ -98,17 +98,21 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     def _step_compiled(self, update: Callable[..., Any], group: dict[str, Any]) -> None:
         settings = self._settings(group)
+        rests: list[list[torch.Tensor]] = []
         for *numbers, _ in self._pieces(group["params"]):
             size = numbers[0].numel()
             end = size // _ROW * _ROW if size >= _LEAST else 0
             if end:
                 update(*(_rows(tensor[:end]) for tensor in numbers), *settings)
             if end < size:
-                rest = [tensor[end:] for tensor in numbers]
-                padded = [_padded(tensor) for tensor in rest]
-                update(*map(_rows, padded), *settings)
-                for tensor, updated in zip(rest, padded, strict=True):
-                    tensor.copy_(updated[: size - end])
+                rests.append([tensor[end:] for tensor in numbers])
+        if rests:  # there may be hundreds, and each kernel costs the host its launch
+            columns = [list(column) for column in zip(*rests, strict=True)]
+            padded = [_padded(column) for column in columns]
+            update(*map(_rows, padded), *settings)
+            sizes = [tensor.numel() for tensor in columns[0]]
+            for column, updated in zip(columns, padded, strict=True):
+                torch._foreach_copy_(column, list(updated[: sum(sizes)].split(sizes)))
         # autograd is to notice a backward over weights that were updated after their forward
         torch.autograd.graph.increment_version(group["params"])
 
@@ -245,9 +249,11 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of fewer than `_LEAST` numbers, with zeros behind them."""
-    return torch.cat([tensor, tensor.new_zeros(_LEAST - tensor.numel())])
+def _padded(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """A copy of them, one after the other, with zeros behind that fill its rows."""
+    size = sum(tensor.numel() for tensor in tensors)
+    filled = max(_LEAST, -(-size // _ROW) * _ROW)
+    return torch.cat([*tensors, tensors[0].new_zeros(filled - size)])
 
 
 @cache

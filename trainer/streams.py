@@ -1,9 +1,9 @@
 """The streams of a process, one for each kind of work beside the computing.
 
 torch has 32 streams of a device and deals them out in turn: it never takes one back, and the 33rd
-is the first again. With a new one for each heal and save, a few faults later copies would lie on
-the stream of a process group and wait for all that is queued there
-(github.com/NVIDIA/Megatron-LM issue 6643).
+is the first again. With a new one for each heal and save, a few faults later copies would wait on
+each other's. Still, each communicator of NCCL takes one of the 32, too, and after many regroups one
+may lie on a stream of these: see docs/decisions/045.
 """
 
 from __future__ import annotations

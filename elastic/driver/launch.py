@@ -202,8 +202,6 @@ class Launch:
         if self.scaling.device == "cuda":
             connect()
             check_device(self.scaling)
-            if not may_bring_nodes():
-                check_kinds(self.train, accelerator_types())
             if isinstance(self.train.task, CausalLM):
                 self.train.task.check_gpu(self.train)
         identity, snapshot = identify(paths), self._find_snapshot(paths)
@@ -257,6 +255,8 @@ class Launch:
         self._say_layout()
         tell("waiting for the resources of the smallest layout")
         plan = wait_for_workers(self.scaling, self.train.parallel)
+        if self.scaling.device == "cuda" and not may_bring_nodes():
+            check_kinds(self.train, accelerator_types())
         tell("starting the run: coordinator, supervisor, workers")
         record_identity(paths, identity)
         if self.checkpoint.memory_every is not None and not paths.events.exists():

@@ -4,13 +4,13 @@ again, while it follows the others."""
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable
 
 from elastic.protocol.messages import Build
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.origin import Origin, origin_of
 from trainer.engine.engine import Engine
+from trainer.errors import describe
 
 
 class SideBuild:
@@ -20,8 +20,8 @@ class SideBuild:
         answer: what is to be built.
         build: makes the engine, and leaves off when what it is given becomes true.
         done: called by the thread when the engine is there.
-        failed: called by the thread with the traceback of the exception that it ended with, and
-            the exception's origin.
+        failed: called by the thread with what there is to say of the exception that it ended with,
+            and the exception's origin.
     """
 
     def __init__(
@@ -59,5 +59,5 @@ class SideBuild:
         try:
             self.engine = self._build(self._given_up.is_set)
         except Exception as error:
-            return traceback.format_exc(), origin_of(error)
+            return describe(error), origin_of(error)
         return None

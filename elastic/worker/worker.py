@@ -1,6 +1,6 @@
 """What runs in every Ray Train worker: join, build, train, regroup.
 
-    hello ──► on GPUs, or with `compile`: a rehearsal ──► join
+    hello ──► with `compile`, or text on GPUs: a rehearsal ──► join
     join ──► Build: take a slot in a new replica ──► join
          ──► Run: a part of a roster: heal or restore, train ──► join
          ──► Leave: let go of the replica, keep the state ──► join
@@ -19,7 +19,6 @@ import gc
 import os
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -68,7 +67,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.warmth import warm_device
 from trainer.dryrun.machines import COMMUNICATOR_BYTES
 from trainer.engine.engine import Engine
-from trainer.errors import CompileError, ConfigError, GroupError, NonFiniteError
+from trainer.errors import CompileError, GroupError, NonFiniteError, describe
 from trainer.loop.compile_ahead import compile_ahead, rehearse
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.profiling import StepProfiler
@@ -81,6 +80,7 @@ from trainer.recovery.heal_source import Source
 from trainer.recovery.heal_wire import Meeting
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.replicas import CrossGroup
+from trainer.tasks.causal_lm import PreparedCausalLM
 
 OWN_FAULT_EXIT_CODE = 70
 
@@ -156,10 +156,12 @@ class Worker:
         )
 
     def rehearse(self) -> None:
-        """Compiles while nobody waits for this worker, and a spare before it has a place. A device
-        gets its kernels so, too: in a first step the peers would wait while they are loaded."""
+        """Compiles while nobody waits for this worker, and a spare before it has a place. A GPU
+        gets its kernels so, too: in a first step the peers would wait while they are loaded. Not of
+        a custom task, whose loss may not bear weights that are 0."""
         job = self.job
-        if job.train.compile != "off" or job.scaling.device == "cuda":
+        kernels = job.scaling.device == "cuda" and isinstance(job.task, PreparedCausalLM)
+        if job.train.compile != "off" or kernels:
             self.link.at_step(NO_STEP, "compile")
             rehearse(
                 job.task,
@@ -190,8 +192,8 @@ class Worker:
                 self.recover(*failure)
 
     def follow(self, answer: Build | Run) -> tuple[str, Cause] | None:
-        """Does what the coordinator asks. Returns the traceback where an exception ended it, or the
-        words of one that is about the settings, and the cause where no peer is lost."""
+        """Does what the coordinator asks. Where an exception ended it, returns what there is to say
+        of it, and the cause where no peer is lost."""
         self.rendezvous = self.rendezvous_at(answer)
         try:
             if isinstance(answer, Build):
@@ -200,10 +202,8 @@ class Worker:
                 self.train(answer)
         except (CompileError, NonFiniteError) as error:
             self.link.fail(str(error), USER_ERROR)  # all workers would come to the same
-        except ConfigError as error:  # another machine may do
-            return str(error), USER_ERROR
         except Exception as error:
-            return traceback.format_exc(), _CAUSES[origin_of(error)]
+            return describe(error), _CAUSES[origin_of(error)]
         return None
 
     def rendezvous_at(self, answer: Build | Run) -> Rendezvous:

@@ -56,6 +56,9 @@ _ending = threading.Lock()
 """Both who leaves the replica's group and who is told that it broke end it, on threads of their
 own."""
 
+_READING_S = 0.02
+"""Who only reads numbers has ended by then: it is not taken for one who makes or leaves a group."""
+
 _connections = Connections()
 """Of the replica's group."""
 
@@ -235,7 +238,7 @@ def replica_connections() -> Connections:
 def collectives_begun() -> int:
     """Collectives that this worker has begun with others of its replica since that was formed.
     Called from any thread, ten times a second; 0 while the replica's groups are made or left."""
-    if not _ending.acquire(blocking=False):
+    if not _ending.acquire(timeout=_READING_S):
         return 0
     try:
         return _count_collectives()  # which refers to no group any more when the lock is released
@@ -277,19 +280,23 @@ def begun_in_each_group() -> list[Begun]:
     if not _ending.acquire(blocking=False):
         return []
     try:
-        of_replica = _mesh_backends()
-        for mesh in _meshes:
-            whole: Any = dist.group.WORLD
-            of_replica[whole._get_backend(torch.device(mesh.device_type))] = whole
-        across = [(group, group.options.group_name) for group in tuple(_cross_groups)]
-        return [
-            *(_begun(each, of.group_name, of.group_desc) for each, of in of_replica.items()),
-            *(_begun(group, CROSS, description) for group, description in across),
-        ]
+        return _begun_in_each()  # which refers to no group any more when the lock is released
     except (RuntimeError, AssertionError):  # in the making
         return []
     finally:
         _ending.release()
+
+
+def _begun_in_each() -> list[Begun]:
+    of_replica = _mesh_backends()
+    for mesh in _meshes:
+        whole: Any = dist.group.WORLD
+        of_replica[whole._get_backend(torch.device(mesh.device_type))] = whole
+    across = [(group, group.options.group_name) for group in tuple(_cross_groups)]
+    return [
+        *(_begun(each, of.group_name, of.group_desc) for each, of in of_replica.items()),
+        *(_begun(group, CROSS, description) for group, description in across),
+    ]
 
 
 def _begun(backend: Any, name: str, description: str) -> Begun:

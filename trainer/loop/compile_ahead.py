@@ -11,6 +11,7 @@ import torch
 from trainer.backend.groups import Device, without_peers
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
+from trainer.errors import describe
 from trainer.loop.loader import read
 from trainer.loop.samples import lane_ids
 from trainer.parallel.layout import Slot
@@ -43,8 +44,8 @@ def rehearse(
             )
             compile_ahead(engine, lanes)
             del engine, mesh
-    except Exception:
-        log.warning("this worker's rehearsal has failed; it joins without", exc_info=True)
+    except Exception as error:
+        log.warning("this worker's rehearsal has failed; it joins without: %s", describe(error))
     gc.collect()  # after a failure its traceback has held the model until now
     if device == "cuda":
         torch.cuda.empty_cache()  # NCCL, which comes next, has its memory from elsewhere

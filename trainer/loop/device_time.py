@@ -25,7 +25,7 @@ class DeviceTime:
     collectives_ms: float
     """In which a collective of NCCL's did, inside the replica or across."""
     exposed_ms: float
-    """In which nothing else did beside it: what the step would be shorter without them."""
+    """In which nothing else did beside it, no copy either. Waiting for a slower worker counts."""
 
 
 def device_time(events: Iterable[Any]) -> DeviceTime | None:

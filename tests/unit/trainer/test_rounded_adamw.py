@@ -174,10 +174,33 @@ def test_compiled_a_part_of_any_size_comes_out_as_in_the_whole() -> None:
         return [param.detach(), *(each["weight"] for each in optimizer.moments.values())]
 
     whole = updated(0, 101)
+    several = [as_leaf(numbers[a:b].clone()) for a, b in [(0, 5), (5, 60), (60, 101)]]
+    named = {str(number): param for number, param in enumerate(several)}
+    together = SliceOptimizer(STORED[1], named, torch.zeros(()), "require")
+    for step in range(3):
+        for param, (a, b) in zip(several, [(0, 5), (5, 60), (60, 101)], strict=True):
+            param.grad = gradients(step)[a:b].clone()
+        together.step(1e-2)
+    assert torch.equal(torch.cat([param.detach() for param in several]), whole[0])
     assert not torch.equal(whole[0], numbers)
     for start, stop in [(0, 1), (1, 17), (17, 33), (33, 84), (84, 101)]:
         for part, all_of_it in zip(updated(start, stop), whole, strict=True):
             assert torch.equal(part, all_of_it[start:stop]), (start, stop)
+
+
+def test_compiled_all_that_fills_no_row_is_updated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of norms there are many, and sharded they are short."""
+    sizes = list[int]()
+
+    def update(param: torch.Tensor, *_: torch.Tensor) -> None:
+        sizes.append(param.numel())
+
+    monkeypatch.setattr(rounded_adamw, "_compiled_update", lambda required: update)
+    params = {str(size): as_leaf(torch.ones(size).bfloat16()) for size in (16, 7, 40, 48, 3, 30)}
+    for param in params.values():
+        param.grad = torch.ones(param.shape)
+    SliceOptimizer(STORED[1], params, torch.zeros(()), "require").step(1e-3)
+    assert sizes == [32, 48, 64]  # of 40 and 48 their rows, then 16 + 7 + 8 + 3 + 30
 
 
 def test_a_backward_over_weights_that_were_updated_meanwhile_is_noticed() -> None:

@@ -21,6 +21,7 @@ from tests.support.tiny import tiny_task, tiny_train
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OffloadConfig, ParallelConfig, TrainConfig
+from trainer.errors import ConfigError
 from trainer.float8.config import Float8
 from trainer.loop import compile_ahead as module
 from trainer.loop.compile_ahead import compile_ahead, rehearse
@@ -99,3 +100,22 @@ def test_what_fails_in_it_is_told_and_leaves_nothing_behind(
     assert "rehearsal has failed" in caplog.text and "no space left" in caplog.text
     make_engine(0, Rendezvous(host="127.0.0.1", port=port, timeout_s=60), task, train)
     leave_replica_group()
+
+
+def test_settings_that_cannot_work_are_told_without_a_traceback(
+    text: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first build meets them, and the next one says them to the run."""
+    train = tiny_train(text)
+    task = train.task.prepare(train, str(tmp_path))
+
+    def refuse(*_: Any) -> None:
+        raise ConfigError("train.precision", "bfloat16", "this GPU is too old", "Use 'float32'")
+
+    monkeypatch.setattr(module, "compile_ahead", refuse)
+    rehearsed(task, train)
+    assert "this GPU is too old. Use 'float32'." in caplog.text
+    assert "Traceback" not in caplog.text
