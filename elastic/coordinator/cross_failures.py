@@ -33,7 +33,9 @@ class CrossFailures:
 
     async def take(self, generation: int, reason: str, worker: str | None = None) -> None:
         """A collective across the replicas of a roster has failed for `worker`, or, where none is
-        named, does not end."""
+        named, does not end. Others are heard until the next roster stands: those that hear late may
+        name workers that have left it by then. So a signature that blames the peer which a reason
+        names may only be one that tells of silence, not of a closed connection."""
         membership = self._membership
         first = membership.cross_lost(generation, reason)
         if first:

@@ -312,10 +312,11 @@ def leave_replica_group() -> None:
         while _meshes:
             # Only torch.compile reads it; not every release has it.
             getattr(_meshes.pop(), "_pg_registry", {}).clear()
-        if not dist.is_initialized():
-            return
-        dist.destroy_process_group()
-    gc.collect()
+        there = dist.is_initialized()
+        if there:
+            dist.destroy_process_group()
+    if there:
+        gc.collect()
     _connections = Connections()  # not before: what is in flight may have to be woken by a call
 
 

@@ -58,7 +58,7 @@ def plan_changes(train: TrainConfig, replicas: int, *, blocks: bool) -> Iterator
         yield _change(train, lighter, replicas)
         if away:
             yield _change(train, [*lighter, *away], replicas)
-    if light and lighter:
+    if light and (lighter or len(light) > 1):
         lighter += light
         yield _change(train, lighter, replicas)
     for factor in (2, 4, 8, 16):

@@ -165,7 +165,10 @@ class Watch(TorchDispatchMode):
                 return COMPOSED[func](*args, **kwargs)
         if func in _WAITS:
             number = self._wait_for(args[0])
-            return number if func is not torch.ops.aten.equal.default else True
+            if func is torch.ops.aten.equal.default:
+                self._synced = None  # what it waited for is its own
+                return True
+            return number
         result = func(*args, **kwargs)
         self._synced = None
         found = _tensors(result)

@@ -21,6 +21,7 @@ from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.origin import origin_of
 from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
+from trainer.backend.silence import Connections
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.parallel.layout import ParallelDims
 from trainer.tasks.custom import CustomTask
@@ -146,6 +147,7 @@ KEPT = """
 import torch.distributed as dist
 from trainer.backend import groups
 from trainer.backend.rendezvous import Rendezvous
+from trainer.backend.silence import Connections
 from trainer.parallel.layout import ParallelDims
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -169,6 +171,7 @@ import torch
 import torch.distributed as dist
 from trainer.backend import groups
 from trainer.backend.rendezvous import Rendezvous
+from trainer.backend.silence import Connections
 from trainer.parallel.layout import ParallelDims
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -189,3 +192,13 @@ for formation in range(2):
 def test_a_replica_that_is_formed_again_can_be_split() -> None:
     """As its mesh does on NCCL: c10d would end the process with a SIGSEGV, on Gloo, too."""
     subprocess.run([sys.executable, "-c", SPLIT], check=True)
+
+
+def test_of_a_group_that_an_abort_has_ended_no_connection_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else an error of the user's code would be taken for a lost peer's."""
+    monkeypatch.setattr(groups, "_connections", Connections([1]))
+    assert origin_of(RuntimeError("user")) == "group"
+    leave_replica_group()
+    assert origin_of(RuntimeError("user")) == "code"
