@@ -77,10 +77,8 @@ def keep_files(folder: Path, texts: Mapping[str, str]) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read_kept(folder: Path, names: Sequence[str], most_bytes: int) -> dict[str, str] | None:
-    """As `read_files`, of what is kept of a node; None where nothing is."""
-    if not folder.is_dir():
-        return None
+def read_kept(folder: Path, names: Sequence[str], most_bytes: int) -> dict[str, str]:
+    """As `read_files`, of what is kept of a node in `folder`."""
     return {name: read_last(folder / Path(name).name, most_bytes) for name in names}
 
 
