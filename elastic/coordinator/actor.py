@@ -178,8 +178,17 @@ class Coordinator(CoordinatorApi):
         self._dispatcher = Dispatcher(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()
         self._agents = NodeAgents(config.health, (host, self._store.port))
+        # Threads of their own: a storage that hangs holds up neither who asks for a dead raylet nor
+        # a provider.
+        evidence = Aside(self._membership, self._dispatcher, threads=2)
         self._workers = Workers(
-            config, self._membership, self._dispatcher, self._records, self._agents, self._snapshots
+            config,
+            self._membership,
+            self._dispatcher,
+            self._records,
+            self._agents,
+            self._snapshots,
+            evidence,
         )
         faults = FaultPlan(config.faults, config.slots)
         self._injections = Injections(
@@ -237,7 +246,7 @@ class Coordinator(CoordinatorApi):
         self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
         aside = Aside(self._membership, self._dispatcher)
-        self._last_words = LastWords(config.paths, self._agents, self._records, aside)
+        self._last_words = LastWords(config.paths, self._agents, self._records, evidence)
         self._replacements = Replacements(
             config,
             self._workers,
@@ -264,14 +273,14 @@ class Coordinator(CoordinatorApi):
         # A thread of its own: providers take minutes.
         of_pulses = Aside(self._membership, self._dispatcher, threads=1)
         self._pulses = Pulses(config, self._membership, self._workers, self._records, of_pulses)
-        self._standstill = self._watch_for_standstill()
+        self._standstill = self._watch_for_standstill(evidence)
         self._slow_watch = SlowWatch(
             config.paths.incidents,
             self._membership,
             self._workers,
             self._agents,
             self._records,
-            aside,
+            evidence,
             self._remedies.meet if config.health.move_slow else None,
         )
         self._supervised = Supervised(config, self._dispatcher, self._records)
@@ -285,7 +294,7 @@ class Coordinator(CoordinatorApi):
         if is_actor():
             self._supervised.begin()
 
-    def _watch_for_standstill(self) -> StandstillWatch | None:
+    def _watch_for_standstill(self, evidence: Aside) -> StandstillWatch | None:
         if self.config.health.progress_timeout_s is None:
             return None
         return StandstillWatch(
@@ -297,6 +306,7 @@ class Coordinator(CoordinatorApi):
             self._workers,
             self._agents,
             self._link_tests,
+            evidence,
             self._break_off,
         )
 
