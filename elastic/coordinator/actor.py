@@ -656,6 +656,8 @@ class Coordinator(CoordinatorApi):
     @_when_known
     async def drain(self, node: str, deadline: float | None, reason: str) -> None:
         left_s = None if deadline is None else deadline - time.time()
+        if node not in self._workers.draining_nodes:  # nor is it being replaced
+            self._last_words.keep_announced(node, self._workers.work_on)
         await self._workers.drain_node(node, left_s, reason)
 
     @_when_known

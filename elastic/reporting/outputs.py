@@ -1,8 +1,8 @@
 """What a run's workers have written: where it lies, and what is kept of it.
 
 Ray keeps a worker's output on its node, also when the worker has ended, until the node's files are
-removed. The run's records say who was where. Of nodes whose machines were replaced the ends of the
-files lie in the run directory, in `logs/NODE`.
+removed. The run's records say who was where. Of nodes whose machines were replaced, or were to go,
+the ends of the files lie in the run directory, in `logs/NODE`.
 """
 
 from __future__ import annotations
