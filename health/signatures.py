@@ -27,8 +27,9 @@ LINE_LENGTH = 2000
 
 _FILE = Path(__file__).with_name("signatures.json")
 
-Log = Literal["kernel", "worker"]
-"""Where a line comes from: the kernel, or what a worker said. Neither can speak for the other."""
+Log = Literal["kernel", "raylet", "worker"]
+"""Where a line comes from: the kernel, Ray on the node, or what a worker said. None can speak for
+another."""
 
 
 @dataclass(frozen=True, kw_only=True)

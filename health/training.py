@@ -82,23 +82,24 @@ class Finding:
     """The evidence in one line."""
 
 
-def find_trouble(history: Sequence[StepFacts], limits: Limits) -> Finding | None:
-    """What the last of some steps shows, that the one before it did not.
+def find_trouble(history: Sequence[StepFacts], limits: Limits) -> list[Finding]:
+    """What the last of some steps shows, that the one before it did not, each kind once.
 
     A function of the last `limits.history_steps` steps alone: whoever has them comes to the same
-    finding.
+    findings.
 
     Args:
         history: committed steps that follow each other; more than are needed do no harm.
         limits: what is put up with.
     """
     history = history[-limits.history_steps :]
-    return (
-        _nonfinite(history, limits.nonfinite_steps)
-        or _spike(history, "loss_spike", limits)
-        or _spike(history, "norm_spike", limits)
-        or _no_progress(history, limits)
+    found = (
+        _nonfinite(history, limits.nonfinite_steps),
+        _spike(history, "loss_spike", limits),
+        _spike(history, "norm_spike", limits),
+        _no_progress(history, limits),
     )
+    return [finding for finding in found if finding is not None]
 
 
 def _nonfinite(history: Sequence[StepFacts], count: int) -> Finding | None:

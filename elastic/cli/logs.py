@@ -25,8 +25,8 @@ def add_to(commands: Any) -> None:
         "logs",
         help="what all workers of a run have written, with their slots",
         description="Shows the output of a run's workers, slot by slot, of those that have ended, "
-        "too, from the nodes of the Ray cluster. Of nodes that are gone there is what was kept "
-        "before their machines were replaced.",
+        "too, from the nodes of the Ray cluster. Of nodes that are gone, or where there is no "
+        "cluster, there is what was kept in the run's directory.",
     )
     add_run_to(verb)
     verb.add_argument("--worker", help="of this one alone, such as w3-75dc53")
@@ -40,7 +40,8 @@ def add_to(commands: Any) -> None:
 
 
 def show_logs(options: argparse.Namespace) -> int:
-    """`logs`. Returns 1 where a node that lives did not answer."""
+    """`logs`. Returns 1 where a node that lives did not answer; or where none could be asked, and
+    of some of them nothing is kept."""
     paths = paths_of(options)
     outputs = find_outputs(read_events(paths.events))
     if options.worker is not None:
@@ -49,21 +50,31 @@ def show_logs(options: argparse.Namespace) -> int:
         raise ConfigError(
             "RUN", options.run, f"{paths.events} names no such worker", "Name a run's directory"
         )
-    join(options.address)
     most_bytes = options.kib << 10
-    texts, failed = _fetch(outputs, most_bytes)
-    missing = {one.node: "it is gone" for one in outputs if one.node not in texts} | failed
+    kept = {one.node for one in outputs if paths.output_of(one.node).is_dir()}
+    try:
+        join(options.address)
+    except ConfigError as error:
+        if not kept:
+            raise
+        print(f"elastic: no node can be asked: {error.fact}", file=sys.stderr)
+        texts: dict[str, dict[str, str]] = {}
+        missing = {one.node: "it was not asked" for one in outputs}
+        failed = missing.keys() - kept
+    else:
+        texts, silent = _fetch(outputs, most_bytes)
+        missing = {one.node: "it is gone" for one in outputs if one.node not in texts} | silent
+        failed = set(silent)
     for one in outputs:
-        if one.node in missing:
-            kept = read_kept(paths.output_of(one.node), one.files, most_bytes)
-            if kept is not None:
-                texts.setdefault(one.node, {}).update(kept)
+        if one.node in missing and one.node in kept:
+            found = read_kept(paths.output_of(one.node), one.files, most_bytes)
+            texts.setdefault(one.node, {}).update(found)
         for line in _lines(one, texts.get(one.node, {})):
             if not options.faults or find_sign(line, "worker", one.node, 0.0, {}) is not None:
                 print(f"{one.slot} {one.worker} | {line}")
     for node, why in missing.items():
-        kept_too = ", and this is what was kept before" if node in texts else ""
-        print(f"elastic: node {node[:6]}: {why}{kept_too}", file=sys.stderr)
+        what = "this is what was kept before" if node in kept else "nothing of it is kept"
+        print(f"elastic: node {node[:6]}: {why}, and {what}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -179,8 +179,17 @@ class Coordinator(CoordinatorApi):
         self._dispatcher = Dispatcher(self._membership, self._records, self._carry_on)
         self._snapshots = self._make_snapshots()
         self._agents = NodeAgents(config.health, (host, self._store.port))
+        # Threads of their own: a storage that hangs holds up neither who asks for a dead raylet nor
+        # a provider.
+        evidence = Aside(self._membership, self._dispatcher, threads=2)
         self._workers = Workers(
-            config, self._membership, self._dispatcher, self._records, self._agents, self._snapshots
+            config,
+            self._membership,
+            self._dispatcher,
+            self._records,
+            self._agents,
+            self._snapshots,
+            evidence,
         )
         faults = FaultPlan(config.faults, config.slots)
         self._injections = Injections(
@@ -239,7 +248,7 @@ class Coordinator(CoordinatorApi):
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
         self._cross_failures = CrossFailures(self._membership, self._dispatcher, self._records)
         aside = Aside(self._membership, self._dispatcher)
-        self._last_words = LastWords(config.paths, self._agents, self._records, aside)
+        self._last_words = LastWords(config.paths, self._agents, self._records, evidence)
         self._replacements = Replacements(
             config,
             self._workers,
@@ -266,14 +275,14 @@ class Coordinator(CoordinatorApi):
         # A thread of its own: providers take minutes.
         of_pulses = Aside(self._membership, self._dispatcher, threads=1)
         self._pulses = Pulses(config, self._membership, self._workers, self._records, of_pulses)
-        self._standstill = self._watch_for_standstill()
+        self._standstill = self._watch_for_standstill(evidence)
         self._slow_watch = SlowWatch(
             config.paths.incidents,
             self._membership,
             self._workers,
             self._agents,
             self._records,
-            aside,
+            evidence,
             self._remedies.meet if config.health.move_slow else None,
         )
         self._supervised = Supervised(config, self._dispatcher, self._records)
@@ -287,7 +296,7 @@ class Coordinator(CoordinatorApi):
         if is_actor():
             self._supervised.begin()
 
-    def _watch_for_standstill(self) -> StandstillWatch | None:
+    def _watch_for_standstill(self, evidence: Aside) -> StandstillWatch | None:
         if self.config.health.progress_timeout_s is None:
             return None
         return StandstillWatch(
@@ -299,6 +308,7 @@ class Coordinator(CoordinatorApi):
             self._workers,
             self._agents,
             self._link_tests,
+            evidence,
             self._cross_failures.take,
         )
 
@@ -638,6 +648,8 @@ class Coordinator(CoordinatorApi):
     @_when_known
     async def drain(self, node: str, deadline: float | None, reason: str) -> None:
         left_s = None if deadline is None else deadline - time.time()
+        if node not in self._workers.draining_nodes:  # nor is it being replaced
+            self._last_words.keep_announced(node, self._workers.work_on)
         await self._workers.drain_node(node, left_s, reason)
 
     @_when_known

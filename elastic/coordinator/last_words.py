@@ -1,7 +1,9 @@
 """What workers wrote last, kept where it may soon be gone.
 
     a worker is lost ──► incidents/N/: the end of its output, the readings of its node
-    a machine is about to be replaced ──► logs/NODE/: the output of all workers that were there
+    a machine is about to be replaced ┐
+    it is announced to go, and again  ├─► logs/NODE/: the output of all workers that were there
+    when the run has left it          ┘
 
 It is asked for when the loss has been settled, and nobody waits for it but, for so long, the end of
 the run and the machine's replacement: a disk or a storage that hangs delays no verdict, no beat and
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.aside import Aside
@@ -29,7 +31,9 @@ log = logging.getLogger(__name__)
 FINISH_S = 5.0
 """How long the end of a run waits for what is being kept."""
 OUTPUT_S = 30.0
-"""How long a machine's replacement waits for it."""
+"""How long a machine's replacement waits for it, and whoever is announced to go after another."""
+LEAVE_S = 1.0
+"""How often it is looked at whether the run has left a machine that will go."""
 
 _FILE_BYTES, _NODE_BYTES = 256 << 10, 8 << 20
 """Kept of a worker's file, and of all those of a node, before its machine is replaced."""
@@ -55,6 +59,8 @@ class LastWords:
         """Workers that were not lost."""
         self._lost: list[tuple[events.WorkerJoined, events.WorkerLost]] = []
         """Workers whose words nobody has been asked for yet."""
+        self._announced = asyncio.Lock()
+        """One after the other: many machines may be announced to go at once."""
         self._done = asyncio.Event()
         self._done.set()
         records.followers.append(self._hear)
@@ -80,7 +86,26 @@ class LastWords:
         try:
             await asyncio.wait_for(self._keep_output(node), OUTPUT_S)
         except Exception as error:  # such as that of a storage that is full
-            log.warning("what workers wrote on node %s is not kept: %r", node, error)
+            log.warning("what workers wrote last on node %s is not kept: %r", node, error)
+
+    def keep_announced(self, node: str, works_on: Callable[[str], bool]) -> None:
+        """Keeps, in the background, what all workers of the run wrote on a node that is announced
+        to go: at once, as nobody knows how long it lasts, and again when the run has left it.
+
+        Args:
+            node: by Ray's id.
+            works_on: whether the run would miss a worker on a node.
+        """
+        self._aside.spawn(self._keep_announced(node, works_on))
+
+    async def _keep_announced(self, node: str, works_on: Callable[[str], bool]) -> None:
+        async with self._announced:
+            await self.keep_output(node)
+        while works_on(node):
+            if not await self._aside.goes_on_for(LEAVE_S):
+                return
+        async with self._announced:
+            await self.keep_output(node)
 
     async def _keep_output(self, node: str) -> None:
         happened = await self._aside.on_thread(read_events, self._paths.events, lenient=True)
@@ -90,7 +115,7 @@ class LastWords:
         most_bytes = min(_FILE_BYTES, _NODE_BYTES // len(files))
         texts = await self._agents.output(node, files, most_bytes)
         if texts is None:
-            log.warning("what workers wrote on node %s is not kept: it has no agent", node)
+            log.warning("what workers wrote last on node %s is not kept: it has no agent", node)
             return
         await self._aside.on_thread(keep_files, self._paths.output_of(node), texts)
 

@@ -12,7 +12,6 @@ Nothing is judged while a replica heals: that takes time from those that send an
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
@@ -173,7 +172,7 @@ class SlowWatch:
         others = [worker for worker in paces if worker not in accused][:_OTHERS]
         asked = [started[worker] for worker in (*accused, *others) if worker in started]
         found = await self._agents.evidence(asked)
-        await asyncio.to_thread(
+        await self._aside.on_thread(
             keep_evidence,
             self._incidents,
             accused,

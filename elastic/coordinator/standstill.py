@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic.coordinator.agents import NodeAgents
+from elastic.coordinator.aside import Aside
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.evidence import keep_evidence
 from elastic.coordinator.link_tests import LinkTests
@@ -96,6 +97,7 @@ class StandstillWatch:
         workers: ends those at fault.
         agents: know where workers are.
         link_tests: try connections, and take out whom failed ones have in common.
+        aside: where evidence is written.
         cross_lost: called where all wait for each other, with generation and reason.
     """
 
@@ -109,12 +111,13 @@ class StandstillWatch:
         workers: Workers,
         agents: NodeAgents,
         link_tests: LinkTests,
+        aside: Aside,
         cross_lost: Callable[[int, str], Coroutine[Any, Any, None]],
     ) -> None:
         self._least_s, self._shared_s, self._incidents = least_s, shared_s, incidents
         self._membership, self._dispatcher = membership, dispatcher
         self._workers, self._agents, self._cross_lost = workers, agents, cross_lost
-        self._link_tests = link_tests
+        self._link_tests, self._aside = link_tests, aside
         self._steps_s: deque[float] = deque(maxlen=STEPS)
         self._last: StepRecord | None = None
         self._came_s = 0.0
@@ -225,7 +228,7 @@ class StandstillWatch:
         absences = await asyncio.to_thread(_find_absences, seen, roster.met)
         if self._over(last) or await self._some_moved(accused, places):
             return
-        keep = asyncio.to_thread(
+        self._aside.on_thread(
             _keep,
             self._incidents,
             accused,
@@ -239,7 +242,6 @@ class StandstillWatch:
             not_arrived=[{"in_words": str(each), **asdict(each)} for each in absences],
             places={w: None if p is None else asdict(p) for r in places for w, p in r.items()},
         )
-        self._dispatcher.spawn(keep)
         if accused:
             failed = [link for link in failed if not accused.keys().isdisjoint(link[:2])]
         removed: set[str] = set()

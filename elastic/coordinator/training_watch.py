@@ -78,9 +78,9 @@ class TrainingWatch:
             if self._goes_back:
                 return
             self._history = [*self._history, _facts(record)][-self._limits.history_steps :]
-            finding = find_trouble(self._history, self._limits)
-            if finding is not None:
-                self._meet(finding)
+            for finding in find_trouble(self._history, self._limits):
+                if not self._goes_back:
+                    self._meet(finding)
             if not self._goes_back:
                 self._keep(record.step + 1)
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Set
 
 from elastic.coordinator.agents import NodeAgents
+from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.evidence import keep_evidence
@@ -36,6 +37,7 @@ class Workers:
         records: where it is written down.
         agents: watch the workers and hold the nodes' leases.
         snapshots: told of the nodes.
+        aside: where evidence is written.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class Workers:
         records: RunLog,
         agents: NodeAgents,
         snapshots: Snapshots,
+        aside: Aside,
     ) -> None:
         self._health, self._membership, self._dispatcher = config.health, membership, dispatcher
         self._records, self._agents = records, agents
         self._snapshots, self._in_memory = snapshots, config.in_memory
-        self._incidents = config.paths.incidents
+        self._incidents, self._aside = config.paths.incidents, aside
         self.started: dict[str, Identity] = {}
         """Workers that have started and were not lost."""
         self.draining_nodes: set[str] = set()
@@ -212,8 +215,7 @@ class Workers:
         for death in deaths:
             if death.evidence is not None and death.worker in self.started:
                 accused, found = {death.worker: death.detail}, {death.worker: death.evidence}
-                keep = asyncio.to_thread(keep_evidence, self._incidents, accused, found)
-                self._dispatcher.spawn(keep)
+                self._aside.on_thread(keep_evidence, self._incidents, accused, found)
             await self.lose(death.worker, death.cause, death.detail)
 
     async def _count_out(self, workers: Iterable[str]) -> None:

@@ -1,5 +1,5 @@
-"""What a node's instruments show, its kernel's log and its workers' output, told to the coordinator
-when it changes.
+"""What a node's instruments show, the logs of its kernel and of Ray, and its workers' output, told
+to the coordinator when it changes.
 
     every SAMPLE_S:  read ──► judge ──► what stands, with what was seen a while ago ──► tell changes
 
@@ -30,6 +30,7 @@ from health.log_tail import LogTail
 from health.mounts import read_mounts
 from health.nic import read_nics
 from health.oom_kills import read_oom_kills
+from health.process import output_files
 from health.reading import Kind, Reading
 from health.signatures import find_sign
 from health.standing import Standing
@@ -60,7 +61,7 @@ def start_health_watch(
     """
 
     def run() -> None:
-        watch = HealthWatch(node, states, tell, keep)
+        watch = HealthWatch(node, states, tell, keep, raylets_log())
         while True:
             watch.look(time.monotonic(), time.time())
             time.sleep(SAMPLE_S)
@@ -77,6 +78,7 @@ class HealthWatch:
         tell: takes all signs that stand, whenever they change; of the first look also none, for
             what an agent before this one has told stands no more.
         keep: takes the readings of each look.
+        raylet: what Ray's own process on this node writes to, where that is a file.
     """
 
     def __init__(
@@ -85,11 +87,13 @@ class HealthWatch:
         states: Callable[[], list[WorkerState]],
         tell: Callable[[list[Sign]], None],
         keep: Callable[[Sequence[Reading]], None],
+        raylet: Path | None = None,
     ) -> None:
         self._node, self._states, self._tell, self._keep_latest = node, states, tell, keep
         self._tails: dict[str, LogTail] = {}
         """Of the files that workers write to."""
         self._kernel_log = open_kernel_log()
+        self._raylet = None if raylet is None else LogTail(raylet)
         self._instruments: list[Callable[[float], list[Reading]]] = [
             read_efa,
             read_nics,
@@ -130,7 +134,8 @@ class HealthWatch:
         self._before = states
         signs = judge(histories, self._node, at_s, [state.worker for state in gone])
         known = [*gone, *states]
-        signs += self._hear(known, at_s) + self._hear_workers(known, at_s)
+        signs += self._hear_kernel(known, at_s) + self._hear_raylet(known, at_s)
+        signs += self._hear_workers(known, at_s)
         users = self._gpu_users(states)
         signs = [
             replace(s, worker=s.worker or users.get(s.of)) if s.subject == "gpu" else s
@@ -180,13 +185,21 @@ class HealthWatch:
         found = {gpu.of: [pids[pid] for pid in gpu.pids if pid in pids] for gpu in latest}
         return {gpu: workers[0] for gpu, workers in found.items() if len(workers) == 1}
 
-    def _hear(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
+    def _hear_kernel(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
         if self._kernel_log is None:
             return []
         pids = {state.pid: state.worker for state in states} if has_our_pids() else None
         found = (
             find_sign(line, "kernel", self._node, at_s, pids) for line in self._kernel_log.read()
         )
+        return [sign for sign in found if sign is not None]
+
+    def _hear_raylet(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
+        """Its memory monitor ends workers before the kernel would."""
+        if self._raylet is None:
+            return []
+        pids = {state.pid: state.worker for state in states}
+        found = (find_sign(line, "raylet", self._node, at_s, pids) for line in self._raylet.read())
         return [sign for sign in found if sign is not None]
 
     def _hear_workers(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
@@ -211,6 +224,13 @@ def hear_worker(worker: str, tail: LogTail, node: str, at_s: float) -> list[Sign
     """
     found = (find_sign(line, "worker", node, at_s, {}, writer=worker) for line in tail.read())
     return [sign for sign in found if sign is not None and sign.cause not in _RAISED]
+
+
+def raylets_log() -> Path | None:
+    """What this node's raylet writes to: it lies where Ray keeps the output of this process; None
+    where Ray does not."""
+    found = (Path(name).with_name("raylet.out") for name in output_files())
+    return next((path for path in found if path.is_file()), None)
 
 
 def own_names() -> list[str]:

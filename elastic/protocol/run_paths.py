@@ -63,7 +63,7 @@ class RunPaths:
         return self.root / "incidents"
 
     def output_of(self, node: str) -> Path:
-        """What workers wrote on a node whose machine was replaced."""
+        """What workers wrote on a node whose machine was replaced, or was to go."""
         return self.root / "logs" / Path(node).name
 
     @property

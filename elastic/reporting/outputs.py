@@ -1,8 +1,8 @@
 """What a run's workers have written: where it lies, and what is kept of it.
 
 Ray keeps a worker's output on its node, also when the worker has ended, until the node's files are
-removed. The run's records say who was where. Of nodes whose machines were replaced the ends of the
-files lie in the run directory, in `logs/NODE`.
+removed. The run's records say who was where. Of nodes whose machines were replaced, or were to go,
+the ends of the files lie in the run directory, in `logs/NODE`.
 """
 
 from __future__ import annotations
@@ -77,10 +77,8 @@ def keep_files(folder: Path, texts: Mapping[str, str]) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read_kept(folder: Path, names: Sequence[str], most_bytes: int) -> dict[str, str] | None:
-    """As `read_files`, of what is kept of a node; None where nothing is."""
-    if not folder.is_dir():
-        return None
+def read_kept(folder: Path, names: Sequence[str], most_bytes: int) -> dict[str, str]:
+    """As `read_files`, of what is kept of a node in `folder`."""
     return {name: read_last(folder / Path(name).name, most_bytes) for name in names}
 
 

@@ -66,13 +66,48 @@ def test_a_node_without_the_package_and_two_that_are_gone(
     keep_files(RunPaths(root=tmp_path).output_of("e" * 56), {log: "its\nlast words\n"})
     address = ray.get_runtime_context().gcs_address
     assert main(["logs", str(tmp_path), "--faults", "--address", address]) == 1
-    missing = f"elastic: node {node[:6]}: ModuleNotFoundError: No module named 'only_here'"
-    kept = "elastic: node eeeeee: it is gone, and this is what was kept before"
+    why = "ModuleNotFoundError: No module named 'only_here'"
     said = capsys.readouterr()
-    assert said.err.splitlines() == [missing, "elastic: node ffffff: it is gone", kept]
+    assert said.err.splitlines() == [
+        f"elastic: node {node[:6]}: {why}, and nothing of it is kept",
+        "elastic: node ffffff: it is gone, and nothing of it is kept",
+        "elastic: node eeeeee: it is gone, and this is what was kept before",
+    ]
     assert said.out == ""
     assert main(["logs", str(tmp_path), "--address", address]) == 1
     assert capsys.readouterr().out == "spare w3 | its\nspare w3 | last words\n"
+
+
+@pytest.mark.parametrize(("nodes", "status"), [("e", 0), ("ef", 1), ("f", 2)])
+def test_without_a_cluster_the_output_that_is_kept_is_shown(
+    nodes: str, status: int, tmp_path: Path
+) -> None:
+    """In a process that can join none, as when the run's cluster is long gone."""
+    log = "/tmp/ray/session_x/logs/worker-0a-ffffffff-12.err"
+    with EventLog(tmp_path / "events.jsonl") as records:
+        for at in nodes:
+            records.append(
+                WorkerJoined(
+                    time=1.0, worker=f"w-{at}", node=at * 56, pid=1, born_ticks=1, logs=[log]
+                )
+            )
+    keep_files(RunPaths(root=tmp_path).output_of("e" * 56), {log: "its\nlast words\n"})
+    command = [sys.executable, "-m", "elastic.cli.main", "logs", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--address", "10.0.0.1"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ("" if status == 2 else "spare w-e | its\nspare w-e | last words\n")
+    said = [line for line in done.stderr.splitlines() if line.startswith("elastic: ")]
+    if status == 2:
+        (refused,) = said
+        assert refused.startswith("elastic: --address = '10.0.0.1': it cannot be joined: ")
+        return
+    why, *of_nodes = said
+    assert why.startswith("elastic: no node can be asked: it cannot be joined: ")
+    kept = "elastic: node eeeeee: it was not asked, and this is what was kept before"
+    missing = "elastic: node ffffff: it was not asked, and nothing of it is kept"
+    assert of_nodes == [kept, missing][: len(nodes)]
 
 
 def test_records_that_are_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -280,6 +280,9 @@ def test_a_machine_that_will_go_is_left_with_nothing_repeated(
         third = machines.add_node(num_cpus=1)
         happened = run.wait_for(successor_has_taken_over)
     assert [worker.node for worker in joined(happened)][2:] == [third.node_id], happened
+    wrote = {Path(log).name for w in joined(happened) if w.node == second.node_id for log in w.logs}
+    kept = run.root / "logs" / second.node_id
+    assert wrote and {path.name for path in kept.iterdir()} == wrote
     machines.remove_node(second, allow_graceful=False)
     happened = run.wait_for(lambda all_: bool(lost(all_)))
     assert [(e.node, e.cause) for e in lost(happened)] == [(second.node_id, "preemption")]

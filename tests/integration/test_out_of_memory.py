@@ -1,5 +1,6 @@
-"""A worker that the kernel ends as its container's memory runs out: the cause is told, by the
-kernel's count. The container is a cgroup, with a run and a Ray cluster of its own."""
+"""A worker that the kernel, or Ray before it, ends as memory runs out: the cause is told, by the
+kernel's count or Ray's own log. The container is a cgroup, with a run and a Ray cluster of its
+own."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from health.diagnosis import Facts, diagnose
 from health.kernel_log import KMSG
+from health.verdict import Sign, sign_from_json
 from tests.support import ROOT
 from tests.support.little_memory import little_memory, requires_limit
 from tests.support.watching import events_of, wait_until
@@ -71,3 +74,27 @@ def test_a_worker_whose_memory_ran_out_is_told_as_such(tmp_path: Path) -> None:
         "out_of_memory",
         [lost["worker"]],
     )
+
+
+@pytest.mark.soak
+def test_a_worker_that_ray_ends_for_its_memory_is_told_of_in_rays_words() -> None:
+    """Its memory monitor comes before the kernel, which counts nothing then."""
+    command = [sys.executable, "-m", "tests.support.rays_victim"]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=180).stdout
+    found = [sign for sign in map(sign_from_json, json.loads(said)) if sign is not None]
+    signs = {sign.name: sign for sign in found}
+    assert signs.keys() == {"ray_oom_killed", "ray_memory_limit"}
+    loss = Sign(
+        name="crash",
+        source="loss",
+        role="root",
+        cause="crash",
+        subject="worker",
+        detail="process 7 ended by SIGKILL",
+        worker="w1",
+        node="n1",
+    )
+    facts = Facts(signs=[loss, *found], nodes={"w1": "n1"}, replicas={}, names={})
+    (verdict,) = diagnose(facts)
+    assert (verdict.cause, verdict.workers) == ("out_of_memory", ("w1",))
+    assert any("exceeded threshold" in words for words in verdict.evidence)

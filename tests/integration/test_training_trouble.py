@@ -17,6 +17,7 @@ from elastic import (
     ElasticTrainer,
     HealthConfig,
     OptimizerConfig,
+    RunFailedError,
     ScalingConfig,
     TrainConfig,
     TrainingHealthConfig,
@@ -35,7 +36,20 @@ SPOILT = set(sample_ids(SEED, BAD * BATCH, 3 * BATCH, SAMPLES).tolist())
 DATA = [torch.tensor([100.0 if i in SPOILT else 1.0 + 0.01 * (i % 3)]) for i in range(SAMPLES)]
 
 
-def trainer(storage: Path, *, replicas: int, steps: int, faults: str = "none") -> ElasticTrainer:
+SKIPS = TrainingHealthConfig(
+    on_loss_spike="skip_data", window_steps=8, spike_steps=2, skip_steps=SKIPPED
+)
+
+
+def trainer(
+    storage: Path,
+    *,
+    replicas: int,
+    steps: int,
+    faults: str = "none",
+    training: TrainingHealthConfig = SKIPS,
+    lr: float = 1e-3,
+) -> ElasticTrainer:
     return ElasticTrainer(
         TrainConfig(
             task=CustomTask(build_model=model, loss_function=summed_loss, dataset=DATA),
@@ -43,17 +57,12 @@ def trainer(storage: Path, *, replicas: int, steps: int, faults: str = "none") -
             global_batch=BATCH,
             lanes=2,
             seed=SEED,
-            optimizer=OptimizerConfig(lr=1e-3, min_lr_ratio=1.0),  # at any number of steps
+            optimizer=OptimizerConfig(lr=lr, min_lr_ratio=1.0),  # at any number of steps
         ),
         scaling=ScalingConfig(max_replicas=replicas, spares=replicas - 1),
         run_config=RunConfig(name="run", storage_path=str(storage)),
         checkpoint=CheckpointConfig(every_steps=5),
-        health=HealthConfig(
-            max_nonfinite_steps=2,
-            training=TrainingHealthConfig(
-                on_loss_spike="skip_data", window_steps=8, spike_steps=2, skip_steps=SKIPPED
-            ),
-        ),
+        health=HealthConfig(max_nonfinite_steps=2, training=training),
         faults=parse_faults(faults),
     )
 
@@ -95,3 +104,27 @@ def test_data_are_passed_over_with_the_same_bits_through_faults_and_a_later_star
         assert (found.trouble, found.first, found.last) == ("loss_spike", BAD, BAD + 1)
         (back,) = events(storage, WentBack)
         assert back.step <= BAD and back.skip == [BAD, SKIPPED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("actions", "lr"),
+    [
+        ({"on_loss_spike": "stop"}, 1e-3),
+        ({"on_norm_spike": "stop"}, 1e-3),
+        ({"on_no_progress": "stop", "progress_steps": 12}, 1e-12),
+    ],
+    ids=["loss_spike", "norm_spike", "no_progress"],
+)
+def test_a_run_ends_where_what_stands_out_is_to_end_it(
+    cluster: None, tmp_path: Path, actions: dict[str, Any], lr: float
+) -> None:
+    """What stands out besides is told of, and no more. Of the spoilt samples loss and gradient
+    stand out alike; at such a rate of learning no loss falls."""
+    training = TrainingHealthConfig(window_steps=8, spike_steps=2, **actions)
+    (knob,) = (name for name, action in actions.items() if action == "stop")
+    with pytest.raises(RunFailedError, match=rf"health\.training\.{knob} is 'stop'") as caught:
+        trainer(tmp_path, replicas=1, steps=200, training=training, lr=lr).fit()
+    assert caught.value.cause == "user_error"
+    found = {f"on_{e.trouble}": e.action for e in events(tmp_path, TrainingTrouble)}
+    assert found == {"on_loss_spike": "warn", "on_norm_spike": "warn", knob: "stop"}

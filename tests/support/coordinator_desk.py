@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig
+from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.run_log import RunLog
@@ -103,8 +104,9 @@ class CoordinatorDesk:
             found=None,
             timeout_s=1.0,
         )
+        self.aside = Aside(self.membership, self.dispatcher)
         self.workers = Workers(
-            config, self.membership, self.dispatcher, self.records, agents, snapshots
+            config, self.membership, self.dispatcher, self.records, agents, snapshots, self.aside
         )
         self.built: dict[str, int] = {}
         for rank, worker in enumerate(("a", "b", "c", *spares)):

@@ -125,6 +125,22 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
         "oom_constraint",
         {"worker": "w"},
     ),
+    (
+        "raylet",
+        "Selected to kill: (Actor(070fab12dff38b2fcdf1c34601000000): job ID=01000000, lease "
+        "ID=00000000f8cd8fb4651c7b3c4888ed04d82d329abb6568f97e0513a9ba40eb34, task "
+        "name=w1:A.__init__, required resources={}, pid=7, actual memory used=0.63GB, worker "
+        "ID=ea078f8a8d65df2b76624492982251502beecbc39f944d21e271bf12)",
+        "ray_oom_killed",
+        {"worker": "w", "cause": "out_of_memory", "role": "root"},
+    ),
+    (
+        "raylet",
+        "OOM kill reason: Memory usage 2751959040B exceeded threshold of 2729862400B (10.8% of "
+        "25276502016B limit)",
+        "ray_memory_limit",
+        {"worker": None, "node": "n1", "role": "confirmation"},
+    ),
     ("kernel", "EXT4-fs (sda1): Remounting filesystem read-only", "remounted_read_only", {}),
     (
         "kernel",
@@ -255,6 +271,8 @@ def test_a_line_says(log: Log, line: str, name: str, shown: dict[str, Any]) -> N
         ("kernel", "EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0"),  # mended
         ("kernel", "mlx5_core 0000:41:00.1: Port module event: module 1, Cable unplugged"),
         ("kernel", "KeyError: 'tokens'"),
+        ("raylet", "(Task: job ID=01000000, pid=7, actual memory used=21.95GB, worker ID=34)"),
+        ("worker", "Selected to kill: (Task: , pid=7, actual memory used=1GB, worker ID=3)"),
         ("worker", "the error of the KeyError: kind"),
     ],
 )

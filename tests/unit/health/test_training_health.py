@@ -30,8 +30,7 @@ def steps_of(
 
 def found(history: list[StepFacts], limits: Limits = LIMITS) -> list[Finding]:
     """What is found as step after step is committed."""
-    findings = (find_trouble(history[: end + 1], limits) for end in range(len(history)))
-    return [finding for finding in findings if finding is not None]
+    return [f for end in range(len(history)) for f in find_trouble(history[: end + 1], limits)]
 
 
 def test_some_losses_in_a_row_above_the_window_are_a_spike_told_once() -> None:
@@ -64,6 +63,12 @@ def test_gradient_norms_are_looked_at_too() -> None:
     assert found(steps_of([2.0] * 10, norms), replace(LIMITS, norm_sigmas=None)) == []
 
 
+def test_a_spike_of_losses_hides_none_of_gradient_norms() -> None:
+    """They mostly come together, and for each the user says what is to be done."""
+    told = found(steps_of([2.0] * 8 + [9.0] * 3, [1.0] * 8 + [5.0] * 3))
+    assert [(f.kind, f.last) for f in told] == [("loss_spike", 9), ("norm_spike", 9)]
+
+
 def test_steps_that_are_not_finite_are_counted_and_left_out_of_the_window() -> None:
     nan = math.nan
     (finding,) = found(steps_of([2.0] * 9 + [nan, nan, nan, nan] + [2.0]))
@@ -90,6 +95,6 @@ def test_a_finding_depends_on_no_step_further_back_than_the_limits_say() -> None
     count = 0
     for end in range(1, len(history) + 1):
         whole = find_trouble(history[:end], limits)
-        count += whole is not None
+        count += len(whole)
         assert find_trouble(history[max(0, end - limits.history_steps) : end], limits) == whole
     assert count > 5

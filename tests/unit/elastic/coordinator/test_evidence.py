@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from elastic.protocol.events import WorkerLost
 from elastic.protocol.messages import Death, Evidence
 from health.reading import Reading
 from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.watching import wait_until
 
 PENDING = {
     "process_group": ["3", "fsdp replica/1"],
@@ -78,6 +80,7 @@ def test_what_is_found_at_once_has_a_folder_each(tmp_path: Path) -> None:
 def test_a_slow_storage_holds_up_nobody_whose_peer_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor those who ask on asyncio's threads, such as whether a raylet has ended."""
     answers = threading.Event()
 
     def keep(incidents: Path, *found: Any) -> None:
@@ -88,11 +91,14 @@ def test_a_slow_storage_holds_up_nobody_whose_peer_was_killed(
     desk = CoordinatorDesk(tmp_path / "run")
 
     async def play() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         found = Evidence(stacks="in loop")
         await desk.workers.lose_all([Death(worker="b", cause=HANG, detail="", evidence=found)])
         assert [lost.worker for lost in desk.happened(WorkerLost)] == ["b"]
+        await asyncio.wait_for(asyncio.to_thread(os.getpid), 20)
         answers.set()
-        await asyncio.gather(*desk.dispatcher._tasks)
+        kept = desk.paths.incidents / "001" / "manifest.json"
+        await asyncio.to_thread(wait_until, kept.exists)
 
     asyncio.run(play())
     gc.enable()  # the dispatcher puts it off for longer

@@ -14,6 +14,7 @@ import pytest
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig
 from elastic.coordinator.arrivals import Arrivals
+from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.failover import Failover
@@ -158,7 +159,13 @@ class Desk:
         agents: Any = self.agents
         snapshots: Any = SimpleNamespace(node_lost=lambda node: None)
         self.workers = Unwatched(
-            config, self.membership, self.dispatcher, self.records, agents, snapshots
+            config,
+            self.membership,
+            self.dispatcher,
+            self.records,
+            agents,
+            snapshots,
+            Aside(self.membership, self.dispatcher),
         )
         self.arrivals = Arrivals(
             self.membership, self.dispatcher, self.workers, self.records, patience_s=10.0

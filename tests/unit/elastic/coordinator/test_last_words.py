@@ -34,6 +34,7 @@ from elastic.reporting import outputs
 from elastic.reporting.outputs import keep_files, read_kept
 from health.reading import Reading
 from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.watching import wait_until
 
 PATIENCE_S = 20.0
 GPU = Reading(kind="gpu", of="0000:53:00", at_s=5.0, values={"power_w": 71.0}, pids=(7,))
@@ -66,6 +67,7 @@ class Agents:
     async def output(
         self, node: str, files: Sequence[str], most_bytes: int
     ) -> dict[str, str] | None:
+        self.asked.append(node)
         await self.answers.wait()
         return None if node in self.gone else self.agent.output(files, most_bytes)
 
@@ -243,6 +245,43 @@ def test_all_output_of_a_node_is_kept_also_of_those_who_were_lost_there(tmp_path
     assert read_kept(kept, [log], 1 << 20) == {log: "first of b\nlast of b\n"}
     assert read_kept(kept, [log], 12) == {log: "last of b\n"}
     assert [path.name for path in kept.parent.iterdir()] == ["B"]
+
+
+def test_output_is_kept_when_a_machine_is_announced_to_go_and_again_when_it_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_words, "LEAVE_S", 0.01)
+    desk = Desk(tmp_path)
+    (log,) = (Path(name) for name in desk.joined["b"].logs)
+    kept = desk.paths.output_of("B") / log.name
+
+    async def story() -> None:
+        working = True
+        desk.words.keep_announced("B", lambda node: working)
+        await asyncio.to_thread(wait_until, lambda: kept.exists() and kept.read_text())
+        assert kept.read_text() == "first of b\nlast of b\n"
+        log.write_text("its very last\n")
+        working = False
+        await asyncio.to_thread(wait_until, lambda: kept.read_text() == "its very last\n")
+
+    desk.run(story)
+
+
+def test_of_many_machines_that_go_one_is_asked_after_the_other(tmp_path: Path) -> None:
+    """Each answer is megabytes, and the coordinator's to hold."""
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.on_nodes.answers.clear()
+        for node in "ABC":
+            desk.words.keep_announced(node, lambda node: False)
+        await asyncio.to_thread(wait_until, lambda: desk.on_nodes.asked)
+        assert desk.on_nodes.asked == ["A"]
+        desk.on_nodes.answers.set()
+        kept = [desk.paths.output_of(node) for node in "ABC"]
+        await asyncio.to_thread(wait_until, lambda: all(map(Path.exists, kept)))
+
+    desk.run(story)
 
 
 def test_the_nodes_that_were_replaced_last_are_kept(

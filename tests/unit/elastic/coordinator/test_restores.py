@@ -126,7 +126,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     agents = Agents()
     watches: Any = agents
     nothing: Any = None
-    workers = Workers(config, membership, dispatcher, records, watches, nothing)
+    workers = Workers(config, membership, dispatcher, records, watches, nothing, nothing)
     restores = Restores(config, membership, dispatcher, workers, records, receipts)
     dispatcher.ready.set()
     yield Desk(store, paths, membership, receipts, workers, records, restores, agents)

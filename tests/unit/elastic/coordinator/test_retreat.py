@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,10 +92,22 @@ class Desk(CoordinatorDesk):
         self.records.note(self.done)  # the roster that `CoordinatorDesk` made
         self.take(0, 14)
 
-    def take(self, first: int, last: int, *, losses: dict[int, list[float]] | None = None) -> None:
-        """Steps are recorded; `losses` of single lanes are not 1.0 each."""
+    def take(
+        self,
+        first: int,
+        last: int,
+        *,
+        losses: dict[int, list[float]] | None = None,
+        norms: dict[int, float] | None = None,
+    ) -> None:
+        """Steps are recorded; `losses` of single lanes are not 1.0 each, nor are `norms`."""
         progress = self.membership.progress
-        records = [self.record(step, (losses or {}).get(step)) for step in range(first, last)]
+        records = [
+            replace(
+                self.record(step, (losses or {}).get(step)), grad_norm=(norms or {}).get(step, 1.0)
+            )
+            for step in range(first, last)
+        ]
         taken = self.records.take_steps(records)
         assert progress.going_back or [r.step for r in taken] == list(range(first, last))
         self.corruption.take(taken)
@@ -459,6 +472,43 @@ def test_a_spike_may_end_the_run(make: Make) -> None:
     asyncio.run(play())
     assert desk.membership.stopped is not None
     assert "on_loss_spike is 'stop'" in str(desk.membership.stopped.error)
+
+
+@pytest.mark.parametrize("action", ["warn", "stop", "skip_data"])
+def test_what_follows_from_a_spike_of_gradient_norms_is_its_own_to_say(
+    make: Make, action: str
+) -> None:
+    """Also where the loss stands out in the same steps, which is only told of."""
+    desk = make(health(on_norm_spike=action))
+
+    async def play() -> None:
+        desk.take(14, 17, losses={15: HIGH, 16: HIGH}, norms={15: 9.0, 16: 9.0})
+        await settled(desk)
+
+    asyncio.run(play())
+    told = [(e.trouble, e.first, e.action) for e in desk.happened(events.TrainingTrouble)]
+    assert told == [("loss_spike", 15, "warn"), ("norm_spike", 15, action)]
+    stopped = desk.membership.stopped
+    assert (stopped is not None) == (action == "stop")
+    assert stopped is None or "on_norm_spike is 'stop'" in str(stopped.error)
+    assert [e.skip for e in desk.happened(events.WentBack)] == [[15, 5]] * (action == "skip_data")
+
+
+@pytest.mark.parametrize("action", ["warn", "stop"])
+def test_a_loss_that_does_not_fall_may_end_the_run(make: Make, action: str) -> None:
+    desk = make(health(on_no_progress=action, progress_steps=12))
+
+    async def play() -> None:
+        # The window up to step 23 is held against that up to step 11.
+        desk.take(14, 24, losses={step: [1.0, 1.0, 1.1] for step in range(14, 24)})
+        await settled(desk)
+
+    asyncio.run(play())
+    (told,) = desk.happened(events.TrainingTrouble)
+    assert (told.trouble, told.last, told.action) == ("no_progress", 23, action)
+    stopped = desk.membership.stopped
+    assert (stopped is not None) == (action == "stop")
+    assert stopped is None or "on_no_progress is 'stop'" in str(stopped.error)
 
 
 def test_data_are_passed_over_so_often_and_no_oftener(make: Make) -> None:

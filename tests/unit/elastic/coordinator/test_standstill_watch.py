@@ -82,6 +82,7 @@ class Desk(CoordinatorDesk):
             self.workers,
             agents,
             LinkTests(self.membership, self.workers, agents, self.records),
+            self.aside,
             self._cross_lost,
         )
         self.regroups = self.moves = 0
