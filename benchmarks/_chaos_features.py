@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from elastic import Float8, ParallelConfig
+from tests.support.te_stand_in import OnCpu
 from trainer.parallel.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 Dtype = Literal["float32", "bfloat16"]
 Recipe = Literal["tensorwise", "rowwise"]
+Library = Literal["bfloat16", "current"]
 
 FEWEST_ROWS = 32
 """Of a linear layer's weight, in the model of a run with features."""
@@ -39,6 +41,8 @@ class Features:
     """Of 8-bit products; None: none."""
     gather: bool = False
     """Whether weights are gathered in 8 bits."""
+    library: Library | None = None
+    """How the stand-in for Transformer Engine multiplies; None: torch does."""
     moment_dtype: Dtype = "float32"
     master_dtype: Dtype = "float32"
     reduce_dtype: Dtype = "float32"
@@ -46,6 +50,7 @@ class Features:
     prefetch: int = 0
     """0, other than the product's: samples pace the steps, those read ahead a little later."""
     gather_ahead: int = 1
+    loss_chunk: int | None = None
 
     def __str__(self) -> str:
         asked = [(field, getattr(self, field.name)) for field in fields(self)]
@@ -53,8 +58,10 @@ class Features:
         return ", ".join(told) or "no features"
 
     @property
-    def converters(self) -> tuple[Float8, ...]:
+    def converters(self) -> tuple[Float8 | OnCpu, ...]:
         """Of the model."""
+        if self.library is not None:
+            return (OnCpu(float8=None if self.library == "bfloat16" else self.library),)
         return () if self.recipe is None else (Float8(recipe=self.recipe, gather=self.gather),)
 
     @property
@@ -75,7 +82,8 @@ class Features:
 
 
 def draw_features(rng: random.Random, layout: Layout) -> Features:
-    """What the trainer of a run with these degrees is asked for."""
+    """What the trainer of a run with these degrees is asked for. What came to be drawn later is
+    drawn last, so that a seed keeps the rest."""
     sharded = layout.shard * layout.context
     here = _draw_workers_per_node(rng, layout)
     halves = sharded > 2 and sharded % 2 == 0 and layout.tensor == 1
@@ -100,7 +108,11 @@ def draw_features(rng: random.Random, layout: Layout) -> Features:
         prefetch=rng.choice([0, 2]),
         gather_ahead=rng.choice([1, 2, 3]) if sharded > 1 else 1,
     )
-    return _draw_name(rng, features, layout)
+    features = _draw_name(rng, features, layout)
+    chunk = rng.choice([None, None, 3, 8])
+    in_bfloat16 = precision == "bfloat16" and recipe is None
+    library = rng.choice(_LIBRARIES) if in_bfloat16 else None
+    return replace(features, loss_chunk=chunk, library=library)
 
 
 _PRODUCTS: tuple[tuple[Dtype, Recipe | None], ...] = (
@@ -111,6 +123,7 @@ _PRODUCTS: tuple[tuple[Dtype, Recipe | None], ...] = (
     ("bfloat16", "tensorwise"),
     ("bfloat16", "rowwise"),
 )
+_LIBRARIES: tuple[Library | None, ...] = (None, "bfloat16", "current")
 _RECOMPUTED: tuple[Literal["full", "selective"] | int | None, ...] = (None, "full", "selective", 2)
 
 

@@ -59,7 +59,8 @@ def make_task(text: Path, features: Features | None) -> CausalLM:
     """The task, as fast as it is."""
     if features is None:
         return tiny_task(text)
-    return replace(tiny_task(text, **LARGER), texts=features.texts)
+    task = tiny_task(text, **LARGER)
+    return replace(task, texts=features.texts, loss_chunk=features.loss_chunk)
 
 
 def make_train(

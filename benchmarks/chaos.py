@@ -11,7 +11,8 @@ that are lost, and the loss of the control plane's machine (needs root, `ip`, `s
 
 From further random numbers of the seed comes what the trainer is asked for: sharding strategy,
 context and tensor degree, collectives in two levels, recomputation, offloading, texts apart,
-bfloat16 and 8-bit products, narrow state, reading and gathering ahead.
+bfloat16 and 8-bit products, a stand-in for Transformer Engine, the loss in chunks, narrow state,
+reading and gathering ahead. Tensor groups in two levels need eight workers: --layouts 1x4x2.
 
 A run is good when it finishes with the weights, losses and samples of an undisturbed run of one
 replica that is asked for the same, bit for bit, with equal replicas, and leaves nothing behind;
@@ -32,6 +33,7 @@ from typing import Any
 
 from benchmarks._chaos import LAYOUTS, draw_schedule, parse_layouts
 from benchmarks._common import end_properly, print_result, say, scratch
+from tests.support.te_stand_in import STAND_INS
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,8 +139,11 @@ def _line(seed: int, verdict: Any) -> str:
 
 
 def _let_workers_import() -> None:
-    """The tiny run belongs to the tests; Ray's processes inherit the path."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    """The tiny run and the stand-ins belong to the tests: Ray's processes inherit the environment,
+    those of undisturbed runs the path."""
+    paths = [str(ROOT), STAND_INS]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])
+    sys.path.append(STAND_INS)
 
 
 if __name__ == "__main__":

@@ -143,10 +143,14 @@ class Formations:
     def _choose_from_pool(self) -> list[str]:
         """Tensor groups, and what makes one level of two-level collectives, are not split over
         nodes: where a node holds one at all, workers rather wait for their like. But the run does
-        not wait for that below `min_replicas`."""
-        config, places, together = self._config, self._places, self._config.dims.together
-        pool = self._spare
-        seats = self._plan_seats(pool, together, self._room)
+        not wait for that below `min_replicas`. Nor for those that share samples otherwise, which
+        stay on a node where there are whole ones enough."""
+        config, places, dims = self._config, self._places, self._config.dims
+        pool, together = self._spare, dims.together
+        seats: list[tuple[str, ...]] = []
+        for whole in dict.fromkeys((max(together, dims.unit), together)):
+            more = self._room - len(seats)
+            seats += self._plan_seats(pool.difference(*seats), whole, more)
         chosen = [worker for seat in seats for worker in seat]
         left = pool.difference(chosen)
         if together > 1 and len(left) >= config.workers_per_replica:

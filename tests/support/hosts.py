@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
+from tests.support.te_stand_in import STAND_INS
 
 HEAD = -1
 """Number of the head, where a host is asked for."""
@@ -70,7 +71,7 @@ class Network:
         self.folder = Path(tempfile.mkdtemp(prefix="et", dir="/tmp"))  # sockets want short paths
         self.environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), STAND_INS]),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
 

@@ -23,6 +23,7 @@ _SHARDS: Mapping[str, tuple[int, int, int]] = {
     "FULL_SHARD to 2": (4, 2, 1),
     "two levels": (4, 2, 2),
     "HYBRID_SHARD": (2, 1, 1),
+    "three shards": (3, 3, 1),
 }
 """The shard degree by the strategy, at context 1, 2 and 4; 0: there is none."""
 
@@ -57,6 +58,7 @@ REFUSED: tuple[tuple[Case, str], ...] = (
     ({"strategy": "NO_SHARD", "context": "4"}, "Use shard = 1 and context = 1"),
     ({"strategy": "FULL_SHARD to 2", "tensor": "2"}, "beside tensor parallelism"),
     ({"strategy": "FULL_SHARD to 2", "precision": "8 bits gathered"}, "gather=False"),
+    ({"strategy": "three shards", "precision": "8 bits gathered"}, "FSDP2 pads no shard"),
 )
 """What the product refuses, and how."""
 
@@ -106,6 +108,8 @@ def layout_of(case: Case) -> tuple[ParallelConfig, int]:
     if strategy == "two levels":
         half = degrees["shard"] * context * tensor // 2
         return ParallelConfig(**degrees, workers_per_node=half), 1
+    if strategy == "three shards":  # which divide no weight's rows
+        return ParallelConfig(**degrees), 1
     replicas = 2 if strategy in ("NO_SHARD", "HYBRID_SHARD") else 1
     return ParallelConfig(**degrees, strategy=strategy), replicas
 
@@ -123,9 +127,9 @@ def train_of(case: Case, text: Path, **changes: Any) -> TrainConfig:
     )
     settings: dict[str, Any] = {
         "task": task,
-        "global_batch": 16,
+        "global_batch": 24,
         "lanes": LANES,
-        "micro_batch": 4 // parallel.shard,  # two in a lane
+        "micro_batch": 6 // parallel.shard,  # two in a lane; of four shards three
         "eval_samples": 8,
         "parallel": parallel,
         "recompute": value["recompute"],

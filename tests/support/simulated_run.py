@@ -147,13 +147,14 @@ class World:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.rng = plan, random.Random(plan.seed)
         each, tensor = plan.workers_per_replica, self.rng.randint(1, plan.workers_per_replica)
-        fits = each % tensor == 0
+        tensor = tensor if each % tensor == 0 else 1
+        rest = each // tensor
         self.config = GroupConfig(
             max_replicas=plan.max_replicas,
             min_replicas=plan.min_replicas,
-            dims=ParallelDims(shard=each // tensor, tensor=tensor)
-            if fits
-            else ParallelDims(shard=each),
+            dims=ParallelDims(others=(("context", rest),), tensor=tensor)
+            if plan.seed % 2
+            else ParallelDims(shard=rest, tensor=tensor),
             lanes=plan.lanes,
             steps=plan.steps,
             start_workers=plan.start_workers,

@@ -70,6 +70,11 @@ class ParallelDims:
         """Workers, neighbours on the network, that should be on one node."""
         return self.tensor if self.nodes == 1 else self.workers // self.nodes
 
+    @property
+    def unit(self) -> int:
+        """Workers, neighbours in rank, that share samples."""
+        return self.parts * self.tensor
+
     def by_rank(self, seat: Sequence[_T]) -> tuple[_T, ...]:
         """The workers of a replica by rank in it.
 
@@ -80,8 +85,7 @@ class ParallelDims:
         Args:
             seat: they, node by node.
         """
-        unit = self.parts * self.tensor
-        here = self.shard // self.nodes
+        unit, here = self.unit, self.shard // self.nodes
         starts = (
             (node * here + local) * unit for local in range(here) for node in range(self.nodes)
         )

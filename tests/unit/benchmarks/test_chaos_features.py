@@ -79,6 +79,8 @@ def words(schedule: Schedule) -> set[str]:
         "lane buffers": asked.lane_buffers is not None,
         "prefetch": asked.prefetch > 0,
         "ahead": asked.gather_ahead > 1,
+        "chunks": asked.loss_chunk is not None,
+        "library": asked.library is not None,
     }
     return {word for word, drawn in found.items() if drawn}
 
@@ -97,10 +99,12 @@ NEVER = {
     ("between", "two levels"),
     ("between", "gather"),
     *combinations(("recompute full", "recompute selective", "recompute 2"), 2),
-    ("tensorwise", "rowwise"),
+    *combinations(("tensorwise", "rowwise", "library"), 2),
     ("rowwise", "gather"),
+    ("library", "gather"),
 }
-"""What the product refuses together, or what would say the same twice or nothing."""
+"""What the product refuses together, or what would say the same twice or nothing; and tensor groups
+in two levels, which need eight workers, more than are drawn."""
 
 
 def test_every_pair_of_features_is_drawn(schedules: list[Schedule]) -> None:
@@ -108,13 +112,18 @@ def test_every_pair_of_features_is_drawn(schedules: list[Schedule]) -> None:
     counts = Counter(frozenset(pair) for found in drawn for pair in combinations(found, 2))
     never = set(map(frozenset, NEVER))
     known = sorted(set().union(*drawn))
-    assert len(known) == 26
+    assert len(known) == 28
     wrong = {
         pair: counts[frozenset(pair)]
         for pair in combinations(known, 2)
         if (counts[frozenset(pair)] < LEAST) != (frozenset(pair) in never)
     }
     assert wrong == {}
+
+
+def test_tensor_groups_in_two_levels_are_drawn_where_a_layout_is_asked_for() -> None:
+    asked = [draw_schedule(seed, parse_layouts("1x4x2"), resize=True) for seed in range(50)]
+    assert sum({"tensor", "two levels"} <= words(schedule) for schedule in asked) >= LEAST
 
 
 def test_replicas_over_two_hosts_are_drawn(schedules: list[Schedule]) -> None:

@@ -1244,6 +1244,21 @@ def test_in_two_levels_a_node_has_the_workers_that_the_layout_says() -> None:
     assert formed.workers == ("a0", "d3", "b1", "e4")
 
 
+def test_a_context_group_is_not_split_where_nodes_have_room_for_whole_ones() -> None:
+    """Else it is: nobody waits for its like."""
+    dims = ParallelDims(shard=2, others=(("context", 2),))
+    nodes = {"k": "a0 b1 c2", "l": "d3", "m": "e4 f5"}
+    group = on_nodes(Group(replicas=2, dims=dims, start=6), **nodes)
+    for worker in ("a0", "b1", "c2", "d3", "e4"):
+        assert group.join(worker).formed == []
+    (formed,) = group.join("f5").formed
+    assert formed.workers == ("a0", "b1", "e4", "f5")
+    group.nodes |= {"g6": "n", "h7": "o"}
+    assert group.join("g6").formed == []
+    (formed,) = group.join("h7").formed
+    assert formed.workers == ("c2", "d3", "g6", "h7")
+
+
 def straddling_group() -> Group:
     """Replica 0 is whole on n, replica 1 on two nodes, since its like on m is lost."""
     nodes = {"n": "a0 b1", "m": "c2", "k": "e4", "l": "f5 g6", "o": "h7 i8"}

@@ -29,6 +29,7 @@ LOST, SURVIVORS = 3, (0, 1, 2)
 NOTICED_S, TIMEOUT_S = 5.0, 30.0
 FLAT = ParallelConfig(shard=2, tensor=2)
 TWO_LEVELS = ParallelConfig(shard=4, workers_per_node=2)
+RING = ParallelConfig(context=4)
 
 
 def end_at(moment: str, store: dist.TCPStore, *, raises: bool) -> None:
@@ -89,6 +90,8 @@ def train_or_end(
         ("LlamaDecoderLayer forward", False, FLAT),  # the embeddings are not yet looked at
         ("LlamaMLP backward", True, FLAT),
         ("LlamaMLP backward", False, TWO_LEVELS),
+        ("LlamaAttention forward", False, RING),  # its peers wait for keys and values
+        ("LlamaMLP backward", False, RING),
     ],
 )
 def test_all_notice_at_once(
