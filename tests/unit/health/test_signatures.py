@@ -184,6 +184,31 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
     ),
     (
         "kernel",
+        "efa 0000:a0:1a.0 rdmap160s26: Admin queue is closed",  # as kernels of today
+        "efa_closed",
+        {"of": "rdmap160s26", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "efa 0000:a0:1a.0 rdmap160s26: The device didn't send any completion for admin cmd "
+        "DEREG_MR(8) status 0 (ctx: 0x00000000, sq producer: 5, sq consumer: 5, cq consumer: 4)",
+        "efa_silent",
+        {"of": "rdmap160s26", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "efa 0000:00:1b.0 efa_0: Reset indication didn't turn on",
+        "efa_not_reset",
+        {"of": "efa_0", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "efa 0000:00:1b.0 efa_0: Device isn't ready, can't reset device",
+        "efa_not_ready",
+        {"of": "efa_0", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
         "EDAC MC0: 1 UE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0",
         "memory_uncorrected",
         {"of": "MC0", "cause": "node", "remedy": "replace_node"},
@@ -257,6 +282,7 @@ def test_a_line_says(log: Log, line: str, name: str, shown: dict[str, Any]) -> N
             "kernel",
             "NVRM: Xid (PCI:0000:05:00): 45, pid=7, Ch 1 caused by previous Xid 43",
         ),  # IGNORE
+        ("kernel", "efa 0000:a0:1a.0 rdmap160s26: Failed to process command DEREG_MR"),
         ("kernel", "ena 0000:00:05.0 eth0: Wait for completion (polling) timeout"),  # not EFA's
         *(
             ("kernel", line)
