@@ -386,9 +386,10 @@ def _judge_gpu_links(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     if bad >= _NVLINK_BAD:
         detail = f"new NVLink errors in {bad} of {_NVLINK_SAMPLES} readings"
         yield say("nvlink_errors", detail, role="confirmation", cause="gpu_error", subject="link")
-    recovered = sum(_rises(series, "nvlink_recoveries"))
+    # One event may count once for each of a GPU's links: what counts is how often it happened.
+    recovered = len(_rises(series, "nvlink_recoveries"))
     if recovered >= _FLAPS:
-        detail = f"its NVLinks were recovered {recovered:.0f} times in {_span_s(series):.0f} s"
+        detail = f"its NVLinks were recovered {recovered} times in {_span_s(series):.0f} s"
         yield say(
             "nvlink_recoveries", detail, role="confirmation", cause="gpu_error", subject="link"
         )
