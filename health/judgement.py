@@ -14,7 +14,7 @@ from statistics import median
 
 from health.reading import Kind, Reading
 from health.verdict import Role, Sign, Step, Subject
-from health.xids import RECOVERY_ACTIONS, known_xids
+from health.xids import known_xids, recovery_of
 
 WINDOW_S = 600.0
 """How far back readings are kept. Source: gpud's rule for slowed clocks."""
@@ -297,7 +297,7 @@ def _judge_gpu(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     yield from _judge_memory(series, say)
     asked = [int(reading.values.get("recovery_action", 0)) for reading in series]
     if asked[-1]:
-        name, remedy = _recovery(asked[-1])
+        name, remedy = recovery_of(asked[-1])
         yield say(
             "recovery_action",
             f"the driver asks for: {name}",
@@ -338,12 +338,6 @@ def _judge_xids(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
             remedy=None if either else xid.remedy,
             repeated=count > 1,
         )
-
-
-def _recovery(number: int) -> tuple[str, Step | None]:
-    """A recovery action of NVML, by its number there; later drivers have more of them."""
-    actions = list(RECOVERY_ACTIONS.items())
-    return actions[number] if number < len(actions) else (f"action {number}", "reboot")
 
 
 def _judge_memory(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:

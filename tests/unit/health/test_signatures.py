@@ -52,6 +52,12 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
     ),
     (
         "kernel",
+        "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from 0x0 (None) to 0x7 (New)",
+        "gpu_recovery_action",
+        {"of": "0000:02:00", "remedy": "reboot"},
+    ),
+    (
+        "kernel",
         "NVRM: Xid (PCI:0000:dc:00): 45, pid=7, name=python3, Ch 00000001 caused by previous "
         "Xid 149",
         "xid_149",
