@@ -281,10 +281,17 @@ def _confidence(roots: Sequence[Sign], same: Sequence[Sign]) -> Confidence:
     again and again are still lines."""
     if any(sign.decisive for sign in roots):
         return "certain"
-    if len({sign.source for sign in same}) > 1:
+    mine = [sign for sign in same if sign.role == "root"]
+    if any(s.source != root.source and _may_be_of(s, root) for root in mine for s in same):
         return "likely"
     again = any(sign.repeated and sign.source == "reading" for sign in roots)
     return "likely" if again else "weak"
+
+
+def _may_be_of(sign: Sign, root: Sign) -> bool:
+    """Whether a sign may come from what `root` shows. One of another GPU does not; a switch shows
+    in any, and of storage and networks each source has names of its own."""
+    return root.subject != "gpu" or not (root.of and sign.of) or sign.of == root.of
 
 
 # -- machines that others name ---------------------------------------------------------------------

@@ -14,7 +14,7 @@ from statistics import median
 
 from health.reading import Kind, Reading
 from health.verdict import Role, Sign, Step, Subject
-from health.xids import RECOVERY_ACTIONS, known_xids
+from health.xids import known_xids, recovery_of
 
 WINDOW_S = 600.0
 """How far back readings are kept. Source: gpud's rule for slowed clocks."""
@@ -297,7 +297,7 @@ def _judge_gpu(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     yield from _judge_memory(series, say)
     asked = [int(reading.values.get("recovery_action", 0)) for reading in series]
     if asked[-1]:
-        name, remedy = _recovery(asked[-1])
+        name, remedy = recovery_of(asked[-1])
         yield say(
             "recovery_action",
             f"the driver asks for: {name}",
@@ -340,12 +340,6 @@ def _judge_xids(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
         )
 
 
-def _recovery(number: int) -> tuple[str, Step | None]:
-    """A recovery action of NVML, by its number there; later drivers have more of them."""
-    actions = list(RECOVERY_ACTIONS.items())
-    return actions[number] if number < len(actions) else (f"action {number}", "reboot")
-
-
 def _judge_memory(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     """Source of the remedies: gpud, leptonai/gpud (2026-08-22)."""
     values = series[-1].values
@@ -386,9 +380,10 @@ def _judge_gpu_links(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     if bad >= _NVLINK_BAD:
         detail = f"new NVLink errors in {bad} of {_NVLINK_SAMPLES} readings"
         yield say("nvlink_errors", detail, role="confirmation", cause="gpu_error", subject="link")
-    recovered = sum(_rises(series, "nvlink_recoveries"))
+    # One event may count once for each of a GPU's links: what counts is how often it happened.
+    recovered = len(_rises(series, "nvlink_recoveries"))
     if recovered >= _FLAPS:
-        detail = f"its NVLinks were recovered {recovered:.0f} times in {_span_s(series):.0f} s"
+        detail = f"its NVLinks were recovered {recovered} times in {_span_s(series):.0f} s"
         yield say(
             "nvlink_recoveries", detail, role="confirmation", cause="gpu_error", subject="link"
         )

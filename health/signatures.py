@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from health.verdict import Role, Sign, Step, Subject
-from health.xids import RECOVERY_ACTIONS, known_xids
+from health.xids import known_xids, recovery_of
 
 LINE_LENGTH = 2000
 """Characters of a line that are looked at."""
@@ -132,8 +132,7 @@ def _sign(
             return None
         name, role, remedy = f"xid_{groups['xid']}", xid.role, xid.remedy
     if "action" in groups:
-        actions, number = list(RECOVERY_ACTIONS.values()), int(groups["action"], 16)
-        remedy = actions[number] if number < len(actions) else None
+        _, remedy = recovery_of(int(groups["action"], 16))
         if remedy is None:
             return None
     return Sign(

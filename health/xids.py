@@ -50,7 +50,7 @@ def known_xids() -> dict[int, Xid]:
     }
 
 
-RECOVERY_ACTIONS: dict[str, Step | None] = {
+_RECOVERY_ACTIONS: dict[str, Step | None] = {
     "None": None,
     "GPU Reset Required": "reset_gpu",
     "Node Reboot Required": "reboot",
@@ -59,3 +59,10 @@ RECOVERY_ACTIONS: dict[str, Step | None] = {
 }
 """What the driver asks for, by its number in Xid 154 and in NVML's field `GET_GPU_RECOVERY_ACTION`:
 this order. Its names there differ by the driver's release."""
+
+
+def recovery_of(number: int) -> tuple[str, Step | None]:
+    """What the driver asks for, by its number, in words and as a step. Later drivers have more of
+    them than the table: whatever it is, a reboot is the most that they ask for so far."""
+    known = dict(enumerate(_RECOVERY_ACTIONS.items()))
+    return known.get(number, (f"action {number}", "reboot"))

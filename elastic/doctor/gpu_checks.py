@@ -13,7 +13,7 @@ from elastic.doctor.machine import Machine
 from health.gpu import Gpus, open_nvml
 from health.reading import Reading
 from health.verdict import Step
-from health.xids import RECOVERY_ACTIONS
+from health.xids import recovery_of
 
 
 def check_gpus(machine: Machine) -> Finding:
@@ -140,11 +140,9 @@ def _ills(gpu: Reading) -> Iterator[tuple[Severity, str]]:
         yield "ISOLATE", "rows of its memory could not be replaced"
     if values.get("remap_pending"):
         yield "RESET", "rows of its memory are replaced when it is reset"
-    names = list(RECOVERY_ACTIONS)
-    action = int(values.get("recovery_action", 0))
-    step = RECOVERY_ACTIONS[names[action]] if 0 <= action < len(names) else None
+    action, step = recovery_of(int(values.get("recovery_action", 0)))
     if step is not None:
-        yield _BY_STEP[step], f"the driver asks: {names[action]}"
+        yield _BY_STEP[step], f"the driver asks: {action}"
     for name, since in (("volatile", "since the driver was loaded"), ("aggregate", "ever")):
         if errors := values.get(f"ecc_uncorrected_{name}"):
             yield "MONITOR", f"{errors:.0f} errors of its memory not corrected {since}"

@@ -261,6 +261,21 @@ def test_one_sign_is_weak_two_sources_are_not_and_lines_are_one_source() -> None
     assert [v.confidence for v in verdicts(line, read("ecc_uncorrected", "n2"))] == ["weak", "weak"]
 
 
+@pytest.mark.parametrize(
+    ("of", "confidence"), [("0000:05:00", "likely"), ("", "likely"), ("0000:9b:00", "weak")]
+)
+def test_what_another_gpu_shows_is_no_second_source_for_a_gpu(of: str, confidence: str) -> None:
+    line = sign("xid_48", "n1", remedy="reset_gpu", of="0000:05:00")
+    links = replace(read("nvlink_recoveries"), role="confirmation", subject="link", of=of)
+    assert verdict(line, links).confidence == confidence
+
+
+def test_a_switch_has_its_second_source_in_any_gpu() -> None:
+    switch = sign("sxid_fatal", "n1", subject="link", of="0000:c5:00.0")
+    links = replace(read("nvlink_errors"), role="confirmation", subject="link", of="0000:05:00")
+    assert verdict(switch, links).confidence == "likely"
+
+
 def test_an_xid_that_the_driver_and_the_kernels_log_tell_was_written_by_no_hand() -> None:
     line = sign("xid_48", "n1", remedy="reset_gpu")
     found = verdict(line, replace(line, source="reading", detail="told"))

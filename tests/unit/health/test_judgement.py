@@ -182,10 +182,10 @@ WELL = {
         ),
         ([{**WELL, "nvlink_errors": float(i // 4)} for i in range(31)], set()),
         (
-            [{**WELL, "nvlink_recoveries": r} for r in (7.0, 8.0, 10.0)],
+            [{**WELL, "nvlink_recoveries": r} for r in (7.0, 8.0, 10.0, 28.0)],
             {("nvlink_recoveries", "confirmation", None, False, False)},
         ),
-        ([{**WELL, "nvlink_recoveries": r} for r in (7.0, 8.0, 9.0)], set()),
+        ([{**WELL, "nvlink_recoveries": r} for r in (7.0, 25.0, 43.0)], set()),  # of 18 links each
     ],
 )
 def test_a_gpu(then: list[dict[str, float]], expected: set[tuple[Any, ...]]) -> None:

@@ -52,6 +52,12 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
     ),
     (
         "kernel",
+        "NVRM: Xid (PCI:0000:02:00): 154, GPU recovery action changed from 0x0 (None) to 0x7 (New)",
+        "gpu_recovery_action",
+        {"of": "0000:02:00", "remedy": "reboot"},
+    ),
+    (
+        "kernel",
         "NVRM: Xid (PCI:0000:dc:00): 45, pid=7, name=python3, Ch 00000001 caused by previous "
         "Xid 149",
         "xid_149",
@@ -156,6 +162,13 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
     ),
     (
         "kernel",
+        "Buffer I/O error on dev nvme0n1p2, logical block 5, lost async page write",
+        "io_error",
+        {"of": "nvme0n1p2"},
+    ),
+    ("kernel", "Buffer I/O error on device dm-0, logical block 5", "io_error", {"of": "dm-0"}),
+    (
+        "kernel",
         "mlx5_core 0000:03:00.0: wait_func:1195:(pid 7): ENABLE_HCA(0x104) timeout. Will cause a "
         "leak of a command resource",
         "nic_silent",
@@ -190,6 +203,31 @@ LINES: list[tuple[Log, str, str, dict[str, Any]]] = [
         "efa 0000:00:06.0: Reset indication didn't turn on",
         "efa_not_reset",
         {"of": "0000:00:06.0", "cause": "node", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "efa 0000:a0:1a.0 rdmap160s26: Admin queue is closed",  # as kernels of today
+        "efa_closed",
+        {"of": "rdmap160s26", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "efa 0000:a0:1a.0 rdmap160s26: The device didn't send any completion for admin cmd "
+        "DEREG_MR(8) status 0 (ctx: 0x00000000, sq producer: 5, sq consumer: 5, cq consumer: 4)",
+        "efa_silent",
+        {"of": "rdmap160s26", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "efa 0000:00:1b.0 efa_0: Reset indication didn't turn on",
+        "efa_not_reset",
+        {"of": "efa_0", "remedy": "replace_node"},
+    ),
+    (
+        "kernel",
+        "efa 0000:00:1b.0 efa_0: Device isn't ready, can't reset device",
+        "efa_not_ready",
+        {"of": "efa_0", "remedy": "replace_node"},
     ),
     (
         "kernel",
@@ -266,7 +304,16 @@ def test_a_line_says(log: Log, line: str, name: str, shown: dict[str, Any]) -> N
             "kernel",
             "NVRM: Xid (PCI:0000:05:00): 45, pid=7, Ch 1 caused by previous Xid 43",
         ),  # IGNORE
+        ("kernel", "efa 0000:a0:1a.0 rdmap160s26: Failed to process command DEREG_MR"),
         ("kernel", "ena 0000:00:05.0 eth0: Wait for completion (polling) timeout"),  # not EFA's
+        *(
+            ("kernel", line)
+            for device in ("fd0", "sr0", "loop7", "nbd0")  # no disk of the machine
+            for line in (
+                f"I/O error, dev {device}, sector 0 op 0x0:(READ) flags 0x0 phys_seg 1",
+                f"Buffer I/O error on dev {device}, logical block 0, async page read",
+            )
+        ),
         ("kernel", "critical target error, dev sdc, sector 79816 op 0x3:(DISCARD) flags 0x800"),
         ("kernel", "EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#1_DIMM#0"),  # mended
         ("kernel", "mlx5_core 0000:41:00.1: Port module event: module 1, Cable unplugged"),

@@ -282,6 +282,7 @@ def test_disks() -> None:
         ({"remap_pending": 1.0, "ecc_uncorrected_volatile": 1.0}, "RESET"),
         ({"recovery_action": 1.0}, "RESET"),
         ({"recovery_action": 2.0, "remap_pending": 1.0}, "REBOOT"),
+        ({"recovery_action": 7.0}, "REBOOT"),  # of a driver later than the table
         ({"remap_failed": 1.0, "recovery_action": 2.0}, "ISOLATE"),
         ({"lost": 1.0}, "ISOLATE"),
     ],
