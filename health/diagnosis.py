@@ -152,8 +152,10 @@ def _cause(loss: Sign, behind: Sequence[Sign]) -> str:
     return max(behind, key=_weight).cause if behind else loss.cause
 
 
-def _weight(sign: Sign) -> tuple[bool, bool, int]:
-    return sign.decisive, sign.source == "reading", _height(sign.remedy)
+def _weight(sign: Sign) -> tuple[bool, bool, bool, int]:
+    """What counts first. The count of kills names nobody: any sign of a machine says more."""
+    counted = _is_count_of_kills(sign)
+    return sign.decisive, not counted, sign.source == "reading", _height(sign.remedy)
 
 
 def _height(step: Step | None) -> int:
@@ -174,7 +176,8 @@ def _verdict_of_losses(
     facts: Facts,
 ) -> Verdict:
     roots = list({sign: None for worker in workers for sign in behind[worker]})
-    confidence: Confidence = "certain"
+    counted = bool(roots) and all(map(_is_count_of_kills, roots))
+    confidence: Confidence = "likely" if counted else "certain"
     if cause == "hang" and len(workers) > 1:
         outliers = _find_outliers(workers, signs)
         workers, confidence = outliers or workers, "certain" if outliers else "likely"
@@ -278,14 +281,19 @@ def _verdict_of_machine(node: str, found: Sequence[Sign]) -> Verdict:
 
 def _confidence(roots: Sequence[Sign], same: Sequence[Sign]) -> Confidence:
     """Decisive, corroborated by another source, or read again and again; lines that are written
-    again and again are still lines."""
+    again and again are still lines, and what the driver says in the log and as an event, which have
+    one name, it has said once."""
     if any(sign.decisive for sign in roots):
         return "certain"
     mine = [sign for sign in same if sign.role == "root"]
-    if any(s.source != root.source and _may_be_of(s, root) for root in mine for s in same):
+    if any(_corroborates(s, root) for root in mine for s in same):
         return "likely"
     again = any(sign.repeated and sign.source == "reading" for sign in roots)
     return "likely" if again else "weak"
+
+
+def _corroborates(sign: Sign, root: Sign) -> bool:
+    return sign.source != root.source and sign.name != root.name and _may_be_of(sign, root)
 
 
 def _may_be_of(sign: Sign, root: Sign) -> bool:

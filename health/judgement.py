@@ -68,7 +68,7 @@ _STORAGE_HUNG_S = 15.0
 _STORAGE_SLOW_S, _STORAGE_READINGS = 1.0, 12
 """A file system that takes so long to say how much room it has, over so many readings. Invented."""
 
-_KILLED_S = 15.0
+_KILLED_S = 30.0
 """From the kernel's count of a process that it ends, until that has given its memory back and is
 gone, and until both were seen. Invented."""
 
@@ -264,7 +264,8 @@ def _judge_storage(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
 def _judge_oom_kills(series: Sequence[Reading], gone: Collection[str], say: _Say) -> Iterable[Sign]:
     """The count names no process: workers that ended at that time were those, if they have crashed.
     Where none did it was another one, such as a loader's, whose end a worker may tell of."""
-    recent = [reading for reading in series if series[-1].at_s - reading.at_s <= _KILLED_S]
+    before = sum(series[-1].at_s - reading.at_s > _KILLED_S for reading in series)
+    recent = series[max(0, before - 1) :]  # with the one that the first rise is from
     killed = sum(_rises(recent, "oom_kills"))
     if not killed:
         return
@@ -320,9 +321,10 @@ def _judge_gpu(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
 
 def _judge_xids(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     """As of a line of the kernel's log, by the same name."""
-    times: Counter[str] = Counter()
+    times, looks = Counter[str](), Counter[str]()
     for reading in series:
         times.update({number: round(count) for number, count in reading.values.items()})
+        looks.update(list(reading.values))  # a fault may be told once for each of its links, at once
     for number, count in times.items():
         xid = known_xids().get(int(number))
         if xid is None or xid.role is None:
@@ -336,7 +338,7 @@ def _judge_xids(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
             cause="gpu_error",
             subject="gpu",
             remedy=None if either else xid.remedy,
-            repeated=count > 1,
+            repeated=looks[number] > 1,
         )
 
 

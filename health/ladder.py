@@ -33,6 +33,7 @@ _FIRST: dict[str, Step] = {
 here is met as a crash."""
 
 _ONLY_CODE = frozenset({"user_error", "out_of_memory"})
+"""No other machine helps against it, where it is certain."""
 _ONLY_GPU: frozenset[Step] = frozenset({"reset_gpu", "reboot"})
 MACHINE_STEPS: frozenset[Step] = frozenset({"reset_gpu", "reboot", "replace_node"})
 """What is done to a machine, by its provider."""
@@ -83,7 +84,7 @@ def decide_step(verdict: Verdict, ledger: Ledger, committed: int) -> Step | None
 def _rungs(verdict: Verdict) -> list[Step]:
     """What can help against it, from the least."""
     first = _FIRST.get(verdict.cause, _FIRST["crash"])
-    if verdict.cause in _ONLY_CODE:
+    if verdict.cause in _ONLY_CODE and verdict.confidence == "certain":
         return [first, "stop"]
     begin = max(STEPS.index(first), STEPS.index(verdict.remedy or first))
     rungs = [step for step in STEPS[begin:] if _can_help(step, verdict)]

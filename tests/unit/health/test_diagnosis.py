@@ -116,7 +116,14 @@ def killed(worker: str) -> Sign:
 
 
 def test_the_kernel_has_ended_a_process_when_a_worker_crashed() -> None:
-    assert whom(verdict(loss("w2"), killed("w2"))) == ("out_of_memory", ("w2",), (), "certain")
+    assert whom(verdict(loss("w2"), killed("w2"))) == ("out_of_memory", ("w2",), (), "likely")
+    ill = sign("xid_48", "n1", remedy="reset_gpu")
+    assert whom(verdict(loss("w2"), killed("w2"), ill)) == (
+        "gpu_error",
+        ("w2",),
+        ("n1",),
+        "certain",
+    )
     assert verdict(loss("w3"), killed("w2")).cause == "crash"
     assert verdict(loss("w2", "hang"), killed("w2")).cause == "hang"
     assert verdicts(killed("w2")) == []
@@ -276,9 +283,11 @@ def test_a_switch_has_its_second_source_in_any_gpu() -> None:
     assert verdict(switch, links).confidence == "likely"
 
 
-def test_an_xid_that_the_driver_and_the_kernels_log_tell_was_written_by_no_hand() -> None:
+def test_an_xid_in_the_kernels_log_and_as_an_event_was_told_once() -> None:
     line = sign("xid_48", "n1", remedy="reset_gpu")
-    found = verdict(line, replace(line, source="reading", detail="told"))
+    event = replace(line, source="reading", detail="told")
+    assert verdict(line, event).confidence == "weak"
+    found = verdict(line, replace(event, repeated=True))
     assert (found.confidence, found.remedy, found.signs) == ("likely", "reset_gpu", ("xid_48",))
 
 

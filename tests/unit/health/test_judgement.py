@@ -102,20 +102,28 @@ def test_a_disk_that_stays_read_only_is_lost_and_one_that_was_before_is_not(
 
 
 @pytest.mark.parametrize(
-    ("counts", "gone", "expected"),
+    ("counts", "every_s", "gone", "expected"),
     [
-        ((3, 3), ("w1",), set()),  # counted before we came
-        ((3, 4), ("w1",), {("w1", "root")}),
-        ((3, 4, 4, 4), ("w1",), {("w1", "root")}),  # it took a while to give its memory back
-        ((3, 4, 4, 4, 4), ("w1",), set()),
-        ((3, 5), ("w1", "w2"), {("w1", "root"), ("w2", "root")}),
-        ((3, 4), (), {(None, "confirmation")}),  # another process
+        ((3, 3), 5.0, ("w1",), set()),  # counted before we came
+        ((3, 4), 5.0, ("w1",), {("w1", "root")}),
+        ((3, 4, 4, 4, 4, 4), 5.9, ("w1",), {("w1", "root")}),  # it gave its memory back slowly
+        ((3, 4, 4, 4, 4, 4, 4, 4, 4), 5.0, ("w1",), set()),
+        ((3, 4), 40.0, ("w1",), {("w1", "root")}),  # a look took long, as memory was short
+        ((3, 4, 4), 40.0, ("w1",), set()),
+        ((3, 5), 5.0, ("w1", "w2"), {("w1", "root"), ("w2", "root")}),
+        ((3, 4), 5.0, (), {(None, "confirmation")}),  # another process
     ],
 )
 def test_processes_that_the_kernel_ended_for_their_memory(
-    counts: Sequence[float], gone: Sequence[str], expected: set[tuple[str | None, str]]
+    counts: Sequence[float],
+    every_s: float,
+    gone: Sequence[str],
+    expected: set[tuple[str | None, str]],
 ) -> None:
-    series = readings("memory", "/proc/vmstat", *({"oom_kills": float(c)} for c in counts))
+    series = [
+        Reading(kind="memory", of="/proc/vmstat", at_s=every_s * i, values={"oom_kills": float(c)})
+        for i, c in enumerate(counts)
+    ]
     signs = judge({("memory", "/proc/vmstat"): series}, "n1", 7.0, gone)
     assert {(sign.worker, sign.role) for sign in signs} == expected
     assert {(s.name, s.cause, s.source, s.node) for s in signs} <= {
@@ -199,7 +207,7 @@ def test_a_gpu(then: list[dict[str, float]], expected: set[tuple[Any, ...]]) -> 
     [
         ([{"79": 1.0}], {("xid_79", "root", "reboot", False)}),
         ([{"48": 1.0}, {"48": 1.0}], {("xid_48", "root", "reset_gpu", True)}),
-        ([{"48": 2.0}], {("xid_48", "root", "reset_gpu", True)}),
+        ([{"48": 2.0}], {("xid_48", "root", "reset_gpu", False)}),  # once for each of its links
         ([{"13": 1.0}], {("xid_13", "confirmation", "new_process", False)}),
         ([{"45": 1.0}], {("xid_45", "cascade", None, False)}),
         ([{"144": 1.0}], {("xid_144", "confirmation", None, False)}),  # fatal or not: not told

@@ -42,6 +42,12 @@ def climb(found: Verdict, tries: int) -> list[Step | None]:
         (verdict("collective"), ["retry", "new_process", "other_seat"]),
         (verdict("user_error"), ["new_process", "stop"]),
         (verdict("user_error", "replace_node"), ["new_process", "stop"]),
+        (verdict("out_of_memory", node=None), ["new_process", "stop"]),
+        # Some process of the machine was ended, and perhaps not this one.
+        (
+            verdict("out_of_memory", confidence="likely", node=None),
+            ["new_process", "other_seat", "stop"],
+        ),
         (verdict("gpu_error", "reset_gpu"), ["reset_gpu", "reboot", "replace_node", "stop"]),
         (verdict("gpu_error"), ["new_process", "other_seat", "reset_gpu", "reboot"]),
         (verdict("gpu_error", "retry"), ["new_process"]),  # no less than the cause asks for
