@@ -324,7 +324,7 @@ def _judge_xids(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
     times, looks = Counter[str](), Counter[str]()
     for reading in series:
         times.update({number: round(count) for number, count in reading.values.items()})
-        looks.update(list(reading.values))  # a fault may be told once for each of its links, at once
+        looks.update(list(reading.values))  # of one fault each link may tell, all at once
     for number, count in times.items():
         xid = known_xids().get(int(number))
         if xid is None or xid.role is None:
