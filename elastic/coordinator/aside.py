@@ -39,11 +39,13 @@ class Aside:
         self._dispatcher.spawn(self._when_known(work))
 
     async def _when_known(self, work: Coroutine[Any, Any, None]) -> None:
-        await self._dispatcher.ready.wait()
         try:
+            await self._dispatcher.ready.wait()
             await work
         except Exception:  # the dispatcher would end the run for it
             log.exception("what is done aside has failed")
+        finally:
+            work.close()  # it has not begun where the coordinator ends before the run is known
 
     def on_thread(
         self, function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs

@@ -51,10 +51,13 @@ def check_seats(world: World, effects: Effects) -> None:
     keep = {n for n, a in effects.answers.items() if isinstance(a, Build) and a.keep}
     repairs = membership.places.repairs
     new = [r for r in effects.formed if keep.isdisjoint(r.workers) and r not in repairs]
-    whole = membership.places.whole
-    split = [r for r in new if world.split_groups(r.workers)]
+    whole = [*membership.places.standing, *membership.places.forming]
+    split = [r.formed for r in new if world.split_groups(r.workers)]
     if split and world.most_on_a_node(membership.members) >= tensor:
-        assert whole - (len(new) - len(split)) <= world.plan.min_replicas, "a needless split"
+        there = [
+            formed for formed in whole if formed <= max(split)
+        ]  # what was repaired since apart
+        assert len(there) <= world.plan.min_replicas, "a needless split"
     if effects.regrouped is None and any(len(world.nodes_of(r.workers)) > 1 for r in new):
         size, places = world.plan.workers_per_replica, membership.places
         kept_back = sum(size - len(remnant.workers) for remnant in places.unrepaired)

@@ -68,8 +68,8 @@ def _misfit_of_levels(parallel: ParallelConfig, room: int) -> Misfit | None:
     here, field = parallel.workers_per_node, "train.parallel.workers_per_node"
     if here is None:
         return None
-    best = _largest_level(parallel, room)
-    use = "Use None" if best is None else f"Use {best}, or None"
+    fills = room in parallel.node_sizes
+    use = f"Use {room}, or None" if fills else "Use None"
     if here > max(1, room):
         return Misfit(
             field,
@@ -82,34 +82,32 @@ def _misfit_of_levels(parallel: ParallelConfig, room: int) -> Misfit | None:
     if parallel.workers <= room:
         fact = f"a node holds all {parallel.workers} workers of a replica: there is one level"
         return Misfit(field, here, fact, "Use None", refused=False)
-    if best is not None and best > here:
-        fact = f"a node holds {best} workers of a replica: some of its nodes would be one"
-        return Misfit(field, here, fact, use, refused=False)
-    return None
+    if here == room or not (fills or 2 * here <= room):
+        return None
+    fact = f"a node holds {room} workers: the levels are not those of the nodes"
+    if not fills:
+        use += ", or a shard degree with which replicas fill their nodes"
+    return Misfit(field, here, fact, use, refused=False)
 
 
 def describe_levels(parallel: ParallelConfig, room: int) -> str | None:
-    """What two levels would change for replicas that are flat, where it may pay; None elsewhere.
+    """What two levels would change for replicas that are flat and fill their nodes, where it may
+    pay; None elsewhere.
 
     Args:
         parallel: the layout of one replica.
         room: workers that each node holds.
     """
-    here = _largest_level(parallel, room)
-    if parallel.workers_per_node is not None or here is None:
+    if parallel.workers_per_node is not None or room not in parallel.node_sizes:
         return None
-    nodes, fsdp = parallel.workers // here, parallel.dims.fsdp
+    nodes, fsdp = parallel.workers // room, parallel.dims.fsdp
     if nodes < _LEAST_NODES or parallel.dims.regathers_partly:
         return None
     return (
-        f"a replica is on {nodes} nodes, in a ring of {fsdp - 1} steps: workers_per_node={here} "
+        f"a replica is on {nodes} nodes, in a ring of {fsdp - 1} steps: workers_per_node={room} "
         f"makes {nodes - 1} + {fsdp // nodes - 1} of them (when that pays: docs/two-levels.md)"
     )
 
 
 _LEAST_NODES = 16
 """On fewer there is nothing to gain by NCCL's latencies (`benchmarks.collectives --forecast`)."""
-
-
-def _largest_level(parallel: ParallelConfig, room: int) -> int | None:
-    return max((here for here in parallel.node_sizes if here <= room), default=None)

@@ -89,7 +89,8 @@ class Report:
 
     @property
     def is_refused(self) -> bool:
-        """Whether a start on such machines would refuse the layout."""
+        """Whether a start on the GPUs of such machines would refuse the layout: an autoscaler that
+        could bring larger ones is not known here."""
         return any(misfit.refused for misfit in self.misfits)
 
     @property

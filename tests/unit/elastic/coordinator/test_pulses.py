@@ -131,3 +131,18 @@ def test_the_run_s_end_waits_for_the_last_pulse(
         assert desk.gauge("elastic_over") == 1
 
     asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+
+
+def test_a_coordinator_that_ends_before_it_knows_the_run_drops_nothing_unseen(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Python would tell of a coroutine that was never awaited."""
+    desk = Desk(tmp_path)
+    desk.dispatcher.ready.clear()
+
+    async def end() -> None:
+        desk.pulses.begin()
+        await asyncio.sleep(0)
+
+    asyncio.run(end())
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]

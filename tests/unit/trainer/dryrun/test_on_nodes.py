@@ -9,6 +9,8 @@ import pytest
 from trainer.config import ParallelConfig
 from trainer.dryrun.on_nodes import describe_levels, find_misfits
 
+FILLS = "a shard degree with which replicas fill their nodes"
+
 
 def found(room: int, **layout: Any) -> list[tuple[str, bool]]:
     misfits = find_misfits(ParallelConfig(**layout), room)
@@ -46,8 +48,12 @@ def test_the_workers_of_a_sample_that_no_node_holds_are_told(
         ({"shard": 16, "workers_per_node": 8}, 4, True, "Use 4, or None, or larger nodes"),
         ({"shard": 16, "workers_per_node": 8}, 1, True, "Use None, or larger nodes"),
         ({"shard": 8, "tensor": 4, "workers_per_node": 8}, 4, True, "Use None, or larger nodes"),
+        ({"shard": 34, "workers_per_node": 17}, 8, True, "Use None, or larger nodes"),
         ({"shard": 16, "workers_per_node": 2}, 8, False, "Use 8, or None"),
-        ({"shard": 8, "workers_per_node": 2}, 6, False, "Use 4, or None"),
+        ({"shard": 40, "workers_per_node": 5}, 8, False, "Use 8, or None"),
+        ({"shard": 12, "workers_per_node": 6}, 8, None, ""),
+        ({"shard": 12, "workers_per_node": 4}, 8, False, f"Use None, or {FILLS}"),
+        ({"shard": 38, "workers_per_node": 2}, 8, False, f"Use None, or {FILLS}"),
         ({"shard": 8, "workers_per_node": 4}, 8, False, "Use None"),
     ],
 )
@@ -68,5 +74,7 @@ def test_two_levels_are_spoken_of_where_they_may_pay() -> None:
         ParallelConfig(shard=16, tensor=8),  # one of its ring on each
         ParallelConfig(shard=64, tensor=2, workers_per_node=8),
         ParallelConfig(shard=128, reshard_after_forward=8),
+        ParallelConfig(shard=38),  # five nodes
+        ParallelConfig(shard=85),  # eleven, which no level fills
     ):
         assert describe_levels(layout, 8) is None
