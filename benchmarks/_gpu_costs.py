@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks._common import plan_turns
-from benchmarks._gpu_loops import OurLoop, Pace, memory
+from benchmarks._gpu_loops import OurLoop, Pace, Tell, memory
 from benchmarks._gpu_models import Workload
 from health.heartbeat import BEAT_INTERVAL_S, Heartbeat
 from trainer.backend.groups import collectives_begun
@@ -90,49 +90,55 @@ class Snapshots(Pace):
         engine.state.copy_to(self.buffer, share)
 
 
-def measure_costs(work: Workload, steps: int, blocks: int) -> dict[str, Any]:
+def measure_costs(tell: Tell, work: Workload, steps: int, blocks: int) -> None:
     """Blocks of `steps` steps in one process: bare, with the heartbeat, with the commit's time
-    taken, and with a snapshot after each step; another one begins each turn."""
+    taken, and with a snapshot after each step; another one begins each turn. All numbers are told
+    after each turn, since the machine may be taken away before the last one."""
     loop = OurLoop(work, steps=4 * steps * blocks + steps + 1)
     bare, marked = Pace(), Marked()
     timed, snapshots = CommitTimed(device=work.device), Snapshots()
     links = {"bare": bare, "heartbeat": marked, "commit": timed, "snapshot": snapshots}
     loop.run(Pace(), steps)
+    digest_s, norm_s = time_digest(loop.engine), time_norm(loop.engine)
+    mark_s, beat_s = time_marks(marked.heartbeat), time_beat()
     spans_s: dict[str, list[list[float]]] = {name: [] for name in links}
-    for names in plan_turns(list(links), blocks):
+    for turn, names in enumerate(plan_turns(list(links), blocks), start=1):
         for name in names:
             link = links[name]
             link.ends_s.clear()
             loop.run(link, steps, snapshot_every=1 if name == "snapshot" else None)
             # Before the first end a snapshot's memory is made, or the last one's copy comes in.
             spans_s[name].append([later - sooner for sooner, later in pairwise(link.ends_s[1:])])
-    step_s = {
-        name: statistics.median(span_s for block in found for span_s in block)
-        for name, found in spans_s.items()
-        if name != "commit"  # it waits for the device once more
-    }
-    marks_a_step = marked.marks / (steps * blocks)
-    parts_s = {
-        "digest": time_digest(loop.engine),
-        "commit": statistics.median(timed.commits_s) - time_norm(loop.engine),
-        "marks": marks_a_step * time_marks(marked.heartbeat),
-        "beats": step_s["bare"] / BEAT_INTERVAL_S * time_beat(),
-    }
-    result = {
-        "step_ms": {name: round(1e3 * each_s, 3) for name, each_s in step_s.items()},
-        "spread": round(spread(spans_s["bare"]), 4),
-        "fault_tolerance_ms": {name: round(1e3 * part, 4) for name, part in parts_s.items()},
-        "fault_tolerance_share": round(sum(parts_s.values()) / step_s["bare"], 5),
-        "left_out": LEFT_OUT,
-        "heartbeat_share": round(step_s["heartbeat"] / step_s["bare"] - 1, 4),
-        "snapshot_share": round(step_s["snapshot"] / step_s["bare"] - 1, 4),
-        "snapshot_bytes": snapshots.size_bytes,
-        "copy_bytes_per_s": round(time_copy(loop.engine, snapshots)),
-        **memory(work),
-    }
+        step_s = {
+            name: statistics.median(span_s for block in found for span_s in block)
+            for name, found in spans_s.items()
+            if name != "commit"  # it waits for the device once more
+        }
+        commit_s = statistics.median(timed.commits_s)
+        parts_s = {
+            "digest": digest_s,
+            "commit": max(0.0, commit_s - norm_s),  # medians of two measurements
+            "marks": marked.marks / (steps * turn) * mark_s,
+            "beats": step_s["bare"] / BEAT_INTERVAL_S * beat_s,
+        }
+        result = {
+            "turns": turn,
+            "step_ms": {name: round(1e3 * each_s, 3) for name, each_s in step_s.items()},
+            "spread": round(spread(spans_s["bare"]), 4),
+            "fault_tolerance_ms": {name: round(1e3 * part, 4) for name, part in parts_s.items()},
+            "commit_with_norm_ms": round(1e3 * commit_s, 4),
+            "norm_ms": round(1e3 * norm_s, 4),
+            "fault_tolerance_share": round(sum(parts_s.values()) / step_s["bare"], 5),
+            "left_out": LEFT_OUT,
+            "heartbeat_share": round(step_s["heartbeat"] / step_s["bare"] - 1, 4),
+            "snapshot_share": round(step_s["snapshot"] / step_s["bare"] - 1, 4),
+            "snapshot_bytes": snapshots.size_bytes,
+        }
+        tell(result)
+    copy_bytes_per_s = round(time_copy(loop.engine, snapshots))
+    tell({"copy_bytes_per_s": copy_bytes_per_s, **memory(work)})
     assert snapshots.buffer is not None
     snapshots.buffer.close()
-    return result
 
 
 def spread(blocks: list[list[float]]) -> float:

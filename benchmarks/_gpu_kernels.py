@@ -13,17 +13,20 @@ _CLASSES = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
         ("collectives", r"nccl"),
+        ("loss", r"^triton_(?!tem)\w*(softmax|nll_loss|cross_entropy)"),
+        ("compiled", r"^triton_(?!tem)"),
         ("attention", r"flash|fmha|sdpa|mem_eff|flex_attention"),
         ("products", r"gemm|nvjet|cutlass|xmma|cublas|split_?[kK]|triton_tem_\w*mm"),
         ("loss", r"soft_?max|SoftMax|nll_loss|cross_entropy"),
-        ("compiled", r"triton_"),
         ("AdamW", r"FusedAdam"),
         ("copies and casts", r"[cC]opy|CatArray|chunk_cat|Memcpy|Memset|FillFunctor"),
         ("sums and norms", r"reduce_kernel|LpNorm"),
     )
 )
 """What the first pattern that is found in a kernel's name makes it. `compiled` are inductor's own
-kernels but for its products and its loss: norms, activations, and the update of bfloat16 state."""
+kernels but for its templates (products, attention) and its loss: norms, activations, and the update
+of bfloat16 state. They come first: each is named by the operations that it comes from, so that a
+copy before attention has attention's name."""
 OTHERS = "others"
 _LONGEST = 15
 _NAME_CHARACTERS = 100

@@ -34,6 +34,8 @@ from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.replication.step_commit import Commit
 
+Tell = Callable[[dict[str, Any]], None]
+"""Takes what a process has found so far: numbers that it has not told yet, or newer ones."""
 _KIB = 1024
 
 
@@ -116,15 +118,14 @@ class OurLoop:
         ).run()
 
 
-def train_ours(work: Workload, steps: int, trace: bool) -> dict[str, Any]:
+def train_ours(tell: Tell, work: Workload, steps: int, trace: bool) -> None:
     """Ours; where activations are offloaded to the host, always with the trace that tells how much
     of the copying is hidden."""
     loop, pace = OurLoop(work, steps + 2), Pace()
     loop.run(pace, steps)
-    result = found(work, pace.ends_s, pace.loss)
+    tell(found(work, pace.ends_s, pace.loss))  # before the trace, which may fail
     if trace or work.offload is not None:
-        result |= look_at(work, lambda: loop.run(NoLink(), 1))
-    return result
+        tell(look_at(work, lambda: loop.run(NoLink(), 1)))
 
 
 def look_at(work: Workload, step: Callable[[], object]) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def read_trace(of_a_step: profile) -> dict[str, Any]:
     return {"kernels": kernel_times(events), "hidden": hidden_share(events)}
 
 
-def train_plain(work: Workload, steps: int, trace: bool) -> dict[str, Any]:
+def train_plain(tell: Tell, work: Workload, steps: int, trace: bool) -> None:
     """The loop that one would write on FSDP2 without fault tolerance, on a mesh of one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -195,8 +196,9 @@ def train_plain(work: Workload, steps: int, trace: bool) -> dict[str, Any]:
     for step in range(steps):
         mean = take(step)
         ends_s.append(time.perf_counter())
-    result = found(work, ends_s, mean)
-    return result | look_at(work, lambda: take(steps)) if trace else result
+    tell(found(work, ends_s, mean))
+    if trace:
+        tell(look_at(work, lambda: take(steps)))
 
 
 def materialize_whole(model: Any, device: torch.device) -> None:
@@ -208,7 +210,7 @@ def materialize_whole(model: Any, device: torch.device) -> None:
     model.train()
 
 
-def train_hugging_face(work: Workload, steps: int, trace: bool) -> dict[str, Any]:
+def train_hugging_face(tell: Tell, work: Workload, steps: int, trace: bool) -> None:
     """transformers' Trainer, with its fused AdamW.
 
     Raises:
@@ -222,7 +224,6 @@ def train_hugging_face(work: Workload, steps: int, trace: bool) -> dict[str, Any
     from transformers import TrainingArguments as Arguments
 
     ends_s: list[float] = []
-    result: dict[str, Any] = {}
     one_more = profile(activities=activities_on(work))
 
     class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -235,11 +236,13 @@ def train_hugging_face(work: Workload, steps: int, trace: bool) -> dict[str, Any
                 torch.cuda.synchronize()
             if len(ends_s) == steps:
                 one_more.stop()
-                result.update(read_trace(one_more))
+                tell(read_trace(one_more))
                 return
             ends_s.append(time.perf_counter())
-            if len(ends_s) == steps:  # what a trace takes of the device does not count
-                result.update(found(work, ends_s, 0.0))
+
+        def on_log(self, args: Any, state: Any, control: Any, **told: Any) -> None:
+            if state.global_step == steps and "loss" in told["logs"]:
+                tell(found(work, ends_s, told["logs"]["loss"]))
 
     config = dict(prepared(work.train(2)).config)
     with torch.device(torch_device(work.device)):
@@ -258,8 +261,7 @@ def train_hugging_face(work: Workload, steps: int, trace: bool) -> dict[str, Any
             report_to=[],
         )
         data = _Labelled(work.seq_len, config["vocab_size"])
-        trained = Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
-    return result | {"loss": trained.training_loss}
+        Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
 
 
 class _Labelled(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -299,7 +301,7 @@ def memory(work: Workload) -> dict[str, int]:
 MEMORY = ("peak_bytes", "reserved_bytes", "device_bytes")
 """Keys of `memory`."""
 
-SYSTEMS: dict[str, Callable[[Workload, int, bool], dict[str, Any]]] = {
+SYSTEMS: dict[str, Callable[[Tell, Workload, int, bool], None]] = {
     "plain": train_plain,
     "hugging_face": train_hugging_face,
     "ours": train_ours,

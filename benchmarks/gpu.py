@@ -44,7 +44,7 @@ import torch
 
 from benchmarks._common import end_properly, plan_turns, print_result, say, show_table
 from benchmarks._gpu_costs import measure_costs
-from benchmarks._gpu_loops import MEMORY, SYSTEMS, Skipped
+from benchmarks._gpu_loops import MEMORY, SYSTEMS, Skipped, Tell
 from benchmarks._gpu_models import (
     Workload,
     flops_per_token,
@@ -66,6 +66,8 @@ SYSTEM_S = 100.0
 """And one that takes longer is ended, on a GPU: what it hangs in would keep the others from it."""
 END_S = 10.0
 """For a system's process to end in order."""
+ESTIMATES = ("estimate_bytes", "estimate_device_bytes")
+"""Keys of `estimate`."""
 STEP_TOKENS, MICRO_TOKENS = 32768, 8192
 _FAST = {"determinism": "fast", "compile": "on"}
 NARROW: dict[str, dict[str, Any]] = {
@@ -161,51 +163,67 @@ def plan_workloads(
 
 
 def in_process(
-    call: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float = SYSTEM_S
+    call: Callable[..., None], *arguments: Any, limit_s: float = SYSTEM_S
 ) -> dict[str, Any]:
-    """What `call` returns in a process of its own, which leaves the GPU empty; or why it did
-    not."""
+    """What `call` tells in a process of its own, which leaves the GPU empty; or why it did not.
+    What it told before it failed is kept, with the reason as `cut`.
+
+    Args:
+        call: gets a `Tell` before its arguments.
+        arguments: for it.
+        limit_s: after which it is ended, on a GPU.
+    """
     context = multiprocessing.get_context("forkserver")  # it has not started CUDA
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(theirs, call, arguments))
     process.start()
     theirs.close()
-    found: dict[str, Any] = {"skipped": f"it took more than {limit_s:g} s"}
+    until_s = time.monotonic() + limit_s if torch.cuda.is_available() else None
+    found: dict[str, Any] = {}
+    reason: str | None = f"it took more than {limit_s:g} s"
     try:
-        if ours.poll(limit_s if torch.cuda.is_available() else None):
-            found = ours.recv()
+        while ours.poll(until_s and max(0.0, until_s - time.monotonic())):
+            told = ours.recv()
+            if told is None or "skipped" in told:
+                reason = told and told["skipped"]
+                break
+            found |= told
+            say(json.dumps(found))  # a machine that is lent may be taken away
     except EOFError:
-        found = {"skipped": "its process ended"}
-    process.join(0 if "skipped" in found else END_S)
+        reason = "its process ended"
+    process.join(0 if reason else END_S)
     process.kill()
     process.join()
+    if reason:
+        say(reason)
+        return found | {"cut": reason} if found else {"skipped": reason}
     return found
 
 
-def _answer(line: Connection, call: Callable[..., dict[str, Any]], arguments: Any) -> None:
+def _answer(line: Connection, call: Callable[..., None], arguments: Any) -> None:
     try:
         check_fork()
     except RuntimeError as error:
         line.send({"skipped": str(error)})
         return
+    end = None
     try:
-        found = call(*arguments)
+        call(line.send, *arguments)
     except Skipped as reason:
-        found = {"skipped": str(reason)}
+        end = {"skipped": str(reason)}
     except ConfigError as error:  # a library is missing, or the GPU cannot
-        found = {"skipped": str(error)}
+        end = {"skipped": str(error)}
     except torch.OutOfMemoryError:
-        found = {"skipped": "out of memory"}
-    line.send(found)
+        end = {"skipped": "out of memory"}
+    line.send(end)
 
 
-def estimate(work: Workload) -> dict[str, Any]:
+def estimate(tell: Tell, work: Workload) -> None:
     """The dry run's answer for ours: what tensors take at most, and what the whole device."""
     peak_bytes = dry_run(work.train(2), replicas=1, device=work.device).peak_bytes
-    if work.device == "cpu":
-        return {"estimate_bytes": peak_bytes}
-    device_bytes = peak_bytes + beside_tensors(peak_bytes, groups=0)
-    return {"estimate_bytes": peak_bytes, "estimate_device_bytes": device_bytes}
+    tell({"estimate_bytes": peak_bytes})
+    if work.device != "cpu":
+        tell({"estimate_device_bytes": peak_bytes + beside_tensors(peak_bytes, groups=0)})
 
 
 # -- the parts -------------------------------------------------------------------------------------
@@ -247,7 +265,7 @@ def measure_workload(
         for name in names:
             system, changes = changed[name]
             say(f"{work.size} at {work.seq_len}: {name}")
-            if any("skipped" in run for run in runs[name]):
+            if any(run.keys() & {"skipped", "cut"} for run in runs[name]):
                 continue
             if time.monotonic() > until_s:
                 runs[name].append({"skipped": "no time left"})
@@ -256,14 +274,14 @@ def measure_workload(
             trace = options.trace and len(runs[name]) == options.rounds - 1
             arguments = replace(work, **changes), options.steps, trace
             runs[name].append(in_process(SYSTEMS[system], *arguments))
-            say(json.dumps(runs[name][-1]))  # a machine that is lent may be taken away
     flops = flops_per_token(work)
     rows = {name: summarise(found, work, flops, options.peak) for name, found in runs.items()}
     for name, row in rows.items():
         system, changes = changed[name]
         wanted = options.estimates and system == "ours" and "skipped" not in row
         if wanted and time.monotonic() < until_s:
-            row.update(in_process(estimate, replace(work, **changes)))
+            told = in_process(estimate, replace(work, **changes))
+            row.update({key: told[key] for key in ESTIMATES if key in told})
     title = f"{work.size} at {work.seq_len}"
     show_table(title, rows)
     kernels = {
@@ -312,6 +330,7 @@ def summarise(
         "loss": round(done[-1]["loss"], 4),
         "rounds": len(done),
         **{key: round(done[-1][key], 3) for key in ("hidden",) if done[-1].get(key) is not None},
+        **{key: done[-1][key] for key in ("cut",) if key in done[-1]},
     }
 
 
@@ -330,7 +349,7 @@ def measure_part(part: int, options: argparse.Namespace) -> dict[str, Any]:
     return measure_steps(part, options)
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(tell: Tell, device: str) -> None:
     """Hardware and versions. Starts CUDA, which takes memory of the GPU: only in a process."""
     facts: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     if device == "cuda":
@@ -343,7 +362,7 @@ def machine(device: str) -> dict[str, Any]:
         }
     else:
         facts["device"] = platform.processor() or platform.machine()
-    return facts
+    tell(facts)
 
 
 def parse_arguments() -> argparse.Namespace:

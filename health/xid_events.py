@@ -6,12 +6,15 @@ A call may block where a GPU is gone, as all of NVML (`gpu.py`).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 from health.reading import Reading
+
+log = logging.getLogger(__name__)
 
 _MOST_EVENTS = 100
 """Of a GPU at one look: what a storm leaves behind is read with the next ones."""
@@ -32,6 +35,8 @@ class XidEvents:
         self._nvml = nvml
         opened = {address: self._open(handle) for address, handle in gpus.items()}
         self._sets = {address: events for address, events in opened.items() if events is not None}
+        self._failed: set[str] = set()
+        """GPUs of which an error was told: once each."""
 
     def _open(self, handle: Any) -> Any:
         """The events of a GPU; None where this GPU, driver or package of NVML has none."""
@@ -50,19 +55,28 @@ class XidEvents:
         Args:
             at_s: now, on the monotonic clock.
         """
-        found = {address: Counter(self._take(events)) for address, events in self._sets.items()}
+        found = {address: Counter(self._take(address)) for address in self._sets}
         return [
             Reading(kind="xid", of=address, at_s=at_s, values={str(x): float(n[x]) for x in n})
             for address, n in found.items()
             if n
         ]
 
-    def _take(self, events: Any) -> Iterator[int]:
-        """The Xids that wait in a set."""
+    def _take(self, address: str) -> Iterator[int]:
+        """The Xids that wait in a GPU's set. An error is told of and no more: those before it, and
+        the other GPUs', count."""
+        nvml = self._nvml
         for _ in range(_MOST_EVENTS):
             try:
-                event = self._nvml.nvmlEventSetWait_v2(events, 0)
-            except (self._nvml.NVMLError, AttributeError):  # none is left, or the GPU is lost
+                event = nvml.nvmlEventSetWait_v2(self._sets[address], 0)
+            except AttributeError:  # an older package
                 return
-            if event.eventType == self._nvml.nvmlEventTypeXidCriticalError:
+            except (nvml.NVMLError_Timeout, nvml.NVMLError_GpuIsLost):  # none is left
+                return
+            except nvml.NVMLError as error:
+                if address not in self._failed:
+                    self._failed.add(address)
+                    log.warning("GPU %s: NVML gives no Xid events: %r", address, error)
+                return
+            if event.eventType == nvml.nvmlEventTypeXidCriticalError:
                 yield int(event.eventData)

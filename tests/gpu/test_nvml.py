@@ -23,6 +23,7 @@ def test_a_gpu_that_works_is_read_and_gives_no_sign() -> None:
     assert nvml is not None, "the driver does not let NVML in"
     gpus = Gpus(nvml)
     xids = XidEvents(nvml, gpus.handles)
+    assert set(xids._sets) == set(gpus.handles), "the driver lets no events be registered"
     numbers = torch.randn(2048, 2048, device="cuda")
     readings = []
     for _ in range(3):
@@ -35,3 +36,6 @@ def test_a_gpu_that_works_is_read_and_gives_no_sign() -> None:
         assert set(series[-1].values) >= EVERY_GPU_HAS, address
     assert judge({("gpu", of): series for of, series in by_gpu.items()}, "n1", 7.0) == []
     assert {one.of for one in xids.read(time.monotonic())} <= {*by_gpu}  # others may share it
+    for events in xids._sets.values():
+        with pytest.raises(nvml.NVMLError_Timeout):
+            nvml.nvmlEventSetWait_v2(events, 0)

@@ -16,6 +16,7 @@ KERNELS = {
         "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<...> >(Params)",
         "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, ...>",
         "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn",
+        "triton_tem_fused_mm_silu_3",
     ),
     "attention": (
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1",
@@ -27,7 +28,12 @@ KERNELS = {
         f"{NATIVE}(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, ...>",
         "triton_red_fused__log_softmax__to_copy_nll_loss_forward_3",
     ),
-    "compiled": ("triton_poi_fused_mul_silu_2", "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt"),
+    "compiled": (
+        "triton_poi_fused_mul_silu_2",
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt",
+        "triton_poi_fused__scaled_dot_product_flash_attention_clone_transpose_4",
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_clone_transpose_4",
+    ),
     "AdamW": (
         f"{NATIVE}(anonymous namespace)::multi_tensor_apply_kernel<"
         f"{NATIVE}FusedOptimizerTensorListMetadata<4>, at::native::FusedAdamMathFunctor<...>>",

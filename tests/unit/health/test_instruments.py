@@ -284,9 +284,18 @@ def test_what_an_older_package_of_nvml_does_not_know_is_left_out() -> None:
     assert reading.values == {"lost": 0.0, "power_w": 412.0}
 
 
+class NoneLeftError(NotSupportedError):
+    pass
+
+
+def none_left(*_: Any) -> Any:
+    raise NoneLeftError
+
+
 class Events(Nvml):
     """Tells a GPU's Xids, each once, as `nvmlEventSetWait_v2` does."""
 
+    NVMLError_Timeout = NoneLeftError
     nvmlEventTypeXidCriticalError = 8
 
     def __getattr__(self, name: str) -> Any:
@@ -306,7 +315,7 @@ def test_the_xids_of_each_gpu_are_read_once() -> None:
 
     def wait(events: str, timeout_ms: int) -> SimpleNamespace:
         assert timeout_ms == 0
-        return waiting[events].pop(0) if waiting[events] else refuse()
+        return waiting[events].pop(0) if waiting[events] else none_left()
 
     events = XidEvents(
         Events(  # type: ignore[arg-type]
@@ -322,6 +331,30 @@ def test_the_xids_of_each_gpu_are_read_once() -> None:
     assert (first.kind, first.of, first.values) == ("xid", "0000:9b:00", {"94": 2.0, "79": 1.0})
     assert (second.of, second.values) == ("0000:9c:00", {"1": 1.0})
     assert events.read(10.0) == []
+
+
+def test_an_error_of_one_gpu_is_told_once_and_hides_no_xid(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Neither its own of before nor another GPU's; that none is left is no error."""
+    sets = iter(["set 1", "set 2"])
+    waiting = {"set 1": [event(79)], "set 2": [event(94)]}
+
+    def wait(events: str, _: int) -> Any:
+        if waiting[events]:
+            return waiting[events].pop()
+        return refuse() if events == "set 1" else none_left()
+
+    nvml = Events(
+        nvmlEventSetCreate=lambda: next(sets),
+        nvmlDeviceRegisterEvents=lambda *_: None,
+        nvmlEventSetWait_v2=wait,
+    )
+    events = XidEvents(nvml, {"0000:9b:00": "gpu 1", "0000:9c:00": "gpu 2"})  # type: ignore[arg-type]
+    assert [one.values for one in events.read(5.0)] == [{"79": 1.0}, {"94": 1.0}]
+    assert events.read(10.0) == []
+    (told,) = caplog.messages
+    assert "0000:9b:00" in told and "NotSupportedError" in told
 
 
 def test_a_storm_of_xids_holds_no_look_up() -> None:
