@@ -298,12 +298,11 @@ class ProcessWatch:
             with self._lock:
                 process = self._processes.pop(pidfd)
                 self._poll.unregister(pidfd)
-                how = describe_exit(pidfd)
+                detail = _ended(pidfd, process.pid)
                 os.close(pidfd)
             if process.heartbeat is not None:
                 process.heartbeat.close()
             if not process.reported:
-                detail = f"process {process.pid} ended" + ("" if how is None else f" {how}")
                 deaths.append(Death(worker=process.worker, cause=CRASH, detail=detail))
         return deaths
 
@@ -321,7 +320,7 @@ class ProcessWatch:
             if state == "Z":
                 # Its first thread has ended. The pidfd tells only when all have, which takes
                 # seconds where the machine has more to do than it can.
-                deaths += _kill_and_report(pidfd, process, CRASH, f"process {process.pid} ended")
+                deaths += _kill_and_report(pidfd, process, CRASH, _ended(pidfd, process.pid))
                 continue
             record = None if process.heartbeat is None else process.heartbeat.read()
             if record is not None:
@@ -371,6 +370,11 @@ def _kill_and_report(
         return []
     process.reported = True
     return [Death(worker=process.worker, cause=cause, detail=detail, evidence=found)]
+
+
+def _ended(pidfd: int, pid: int) -> str:
+    how = describe_exit(pidfd, pid)
+    return f"process {pid} ended" + ("" if how is None else f" {how}")
 
 
 def _where(record: Record | None) -> str:
