@@ -35,6 +35,11 @@ def parse_cpu_ticks(stat: str) -> int:
     return int(user) + int(system)
 
 
+def parse_exit_status(stat: str) -> int:
+    """What a parent will be told by wait(2) of the process of such a line."""
+    return int(stat[stat.rindex(")") + 1 :].split()[49])
+
+
 def read_state(pid: int) -> str | None:
     """The state letter of process `pid`; None where it is gone."""
     stat = read_stat(pid)
@@ -66,26 +71,44 @@ def read_stat(pid: int) -> str | None:
         return None
 
 
-def describe_exit(pidfd: int) -> str | None:
-    """How a process ended that was no child of ours and that its parent has taken notice of, as
-    "by SIGSEGV"; None where the kernel does not say: before Linux 6.15, it forgets that.
+def describe_exit(pidfd: int, pid: int) -> str | None:
+    """How a process ended that was no child of ours, or is about to end, as "by SIGSEGV"; None
+    where the kernel does not say: before Linux 6.15 it forgets that when the parent has taken
+    notice, as Ray's node does at once.
 
     Args:
         pidfd: opened while it ran.
+        pid: its id.
     """
-    info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0))
-    try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
-    except OSError:
-        return None
-    known, status = _PIDFD_INFO.unpack(info)
-    if not known & _PIDFD_INFO_EXIT:
+    status = _status_of_gone(pidfd)
+    if status is None:
+        status = _status_of_zombie(pid)
+    if status is None:
         return None
     number = os.waitstatus_to_exitcode(status)
     if number >= 0:
         return f"with status {number}"
     known_by_name = -number in {one.value for one in signal.Signals}
     return f"by {signal.Signals(-number).name}" if known_by_name else f"by signal {-number}"
+
+
+def _status_of_gone(pidfd: int) -> int | None:
+    """The exit status of a process that its parent has taken notice of."""
+    info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    known, status = _PIDFD_INFO.unpack(info)
+    return int(status) if known & _PIDFD_INFO_EXIT else None
+
+
+def _status_of_zombie(pid: int) -> int | None:
+    """That of one that its parent has not, or of which threads are still about to end. 0 tells
+    nothing: it also stands for what only the process's owner may read, and for a first thread that
+    has ended alone."""
+    stat = read_stat(pid)
+    return None if stat is None or parse_state(stat) != "Z" else parse_exit_status(stat) or None
 
 
 def output_files() -> tuple[str, ...]:

@@ -66,11 +66,22 @@ def keep_evidence(
         log.warning("what was found is not kept in %s", incidents, exc_info=True)
 
 
+def has_room(incidents: Path, share: float) -> bool:
+    """Whether `keep_evidence` would make a folder. Blocks."""
+    try:
+        return _taken(incidents) < int(share * MOST_FOLDERS)
+    except OSError:  # there is none yet
+        return True
+
+
+def _taken(incidents: Path) -> int:
+    return max((int(p.name) for p in incidents.iterdir() if p.name.isdigit()), default=0)
+
+
 def _make_folder(incidents: Path, most: int) -> Path | None:
     """The next one; None where there are enough. Several threads may keep what they have found."""
     incidents.mkdir(exist_ok=True)
-    taken = max((int(p.name) for p in incidents.iterdir() if p.name.isdigit()), default=0)
-    for number in range(taken + 1, most + 1):
+    for number in range(_taken(incidents) + 1, most + 1):
         folder = incidents / f"{number:03}"
         with contextlib.suppress(FileExistsError):
             folder.mkdir()

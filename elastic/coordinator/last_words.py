@@ -7,7 +7,8 @@
 
 It is asked for when the loss has been settled, and nobody waits for it but, for so long, the end of
 the run and the machine's replacement: a disk or a storage that hangs delays no verdict, no beat and
-no regroup. Of a node that is gone nothing comes.
+no regroup, and takes no more than one thread of those aside, and one of an agent's. Of a node that
+is gone nothing comes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.aside import Aside
-from elastic.coordinator.evidence import keep_evidence
+from elastic.coordinator.evidence import has_room, keep_evidence
 from elastic.coordinator.run_log import RunLog
 from elastic.protocol import events
 from elastic.protocol.causes import COLLECTIVE, Cause, entry_of
@@ -27,6 +29,9 @@ from elastic.reporting.event_log import read_events
 from elastic.reporting.outputs import find_outputs, keep_files
 
 log = logging.getLogger(__name__)
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 FINISH_S = 5.0
 """How long the end of a run waits for what is being kept."""
@@ -61,6 +66,8 @@ class LastWords:
         """Workers whose words nobody has been asked for yet."""
         self._announced = asyncio.Lock()
         """One after the other: many machines may be announced to go at once."""
+        self._storing: asyncio.Future[Any] | None = None
+        """What was begun last on the storage."""
         self._done = asyncio.Event()
         self._done.set()
         records.followers.append(self._hear)
@@ -108,16 +115,18 @@ class LastWords:
             await self.keep_output(node)
 
     async def _keep_output(self, node: str) -> None:
-        happened = await self._aside.on_thread(read_events, self._paths.events, lenient=True)
+        happened = await self._on_storage(read_events, self._paths.events, lenient=True)
         files = [n for one in find_outputs(happened) if one.node == node for n in one.files]
         if not files:
             return
         most_bytes = min(_FILE_BYTES, _NODE_BYTES // len(files))
         texts = await self._agents.output(node, files, most_bytes)
-        if texts is None:
-            log.warning("what workers wrote last on node %s is not kept: it has no agent", node)
+        if not texts:
+            log.warning(
+                "what workers wrote last on node %s is not kept: no agent there reads it", node
+            )
             return
-        await self._aside.on_thread(keep_files, self._paths.output_of(node), texts)
+        await self._on_storage(keep_files, self._paths.output_of(node), texts)
 
     def _hear(self, event: events.Event) -> None:
         if isinstance(event, events.WorkerJoined):
@@ -139,13 +148,24 @@ class LastWords:
             self._done.set()
 
     async def _keep(self, lost: Sequence[tuple[events.WorkerJoined, events.WorkerLost]]) -> None:
+        if not await self._on_storage(has_room, self._paths.incidents, _SHARE):
+            return
         found = await self._agents.last_words(joined for joined, _ in lost)
         if not found:
             return
         accused = {event.worker: f"{event.cause}: {event.detail}" for _, event in lost}
-        await self._aside.on_thread(
-            keep_evidence, self._paths.incidents, accused, found, share=_SHARE
-        )
+        await self._on_storage(keep_evidence, self._paths.incidents, accused, found, share=_SHARE)
+
+    async def _on_storage(
+        self, function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
+    ) -> _Result:
+        """As `Aside.on_thread`, one after the other: of a storage that hangs one thread is enough,
+        however often it is asked, as for each try to replace a machine."""
+        while self._storing is not None and not self._storing.done():
+            await asyncio.wait([self._storing])
+        answer = self._aside.on_thread(function, *args, **kwargs)
+        self._storing = answer
+        return await asyncio.shield(answer)
 
 
 def _has_words(cause: Cause) -> bool:

@@ -31,7 +31,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -70,6 +70,11 @@ _PROBE_TIMEOUT_S = 1.0
 """How long an attempt to connect, or the answers of other agents, may take."""
 _ASKED_AT_ONCE = 8
 """Workers, for what is found of them."""
+_LAST_S = 2.0
+"""How long who is asked for the last words of a worker waits for its end, which writes them."""
+_READ_S = 2.0
+"""How long who is to read what workers wrote waits for another one that does. Both together are
+shorter than the coordinator waits (`agents.ANSWER_S`)."""
 _MOST_UNANSWERED = 2
 """Beats without an answer, before the coordinator is called instead."""
 
@@ -132,6 +137,9 @@ class NodeAgent:
         """Awake time up to which the coordinator is known to have been in reach."""
         self._heard_at = self._called_at = time.monotonic()
         """The same on the monotonic clock: others are told no less than the time that went by."""
+        self._reads = threading.Lock()
+        """Of who reads what workers wrote: a disk that hangs takes one thread, not all that Ray has
+        for this actor."""
         self._lookers = ThreadPoolExecutor(2, thread_name_prefix="look")
         self._look: _Look | None = None
         self._run_over = False
@@ -215,16 +223,31 @@ class NodeAgent:
 
     def last_words(self, ended: Sequence[WorkerJoined]) -> dict[str, Evidence]:
         """What is left of workers of this node that have ended, or will: the end of their output,
-        and what the instruments showed last. Nothing of those who wrote nothing."""
-        return {
-            one.worker: Evidence(log=written, readings=self._readings_of(one.pid))
-            for one in ended
-            if (written := last_words(one.logs))
-        }
+        and what the instruments showed last. Nothing of those who wrote nothing. It waits a little
+        for their end: who leaves for an exception tells of it first, and writes it then."""
+        self._processes.wait_ended([one.worker for one in ended], _LAST_S)
+        with self._reading() as may:
+            return {
+                one.worker: Evidence(log=written, readings=self._readings_of(one.pid))
+                for one in (ended if may else ())
+                if (written := last_words(one.logs))
+            }
 
     def output(self, files: Sequence[str], most_bytes: int) -> dict[str, str]:
-        """The end of each file that Ray has of workers of this node (`outputs.py`)."""
-        return read_files(files, most_bytes)
+        """The end of each file that Ray has of workers of this node (`outputs.py`); nothing where
+        the disk hangs."""
+        with self._reading() as may:
+            return read_files(files, most_bytes) if may else {}
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[bool]:
+        """Whether one may read what workers wrote, from now on."""
+        may = self._reads.acquire(timeout=_READ_S)
+        try:
+            yield may
+        finally:
+            if may:
+                self._reads.release()
 
     def open_link_door(self) -> Address:
         """Where this node listens from now on, for a test of the connections between nodes."""

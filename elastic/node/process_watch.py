@@ -4,7 +4,7 @@ The kernel makes a pidfd readable when its process ends, so a death is known wit
 freeze shows in samples of the process's state and heartbeat; a frozen process is killed here and
 now, because only that closes its sockets and wakes the peers that wait for it.
 
-One thread calls `ended` and `frozen`, others call `watch` and `signal`.
+One thread calls `ended` and `frozen`, others call `watch`, `signal` and `wait_ended`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -162,6 +162,7 @@ class ProcessWatch:
         self._already_dead: list[Death] = []
         self._poll = select.epoll()
         self._lock = threading.Lock()  # a pidfd may not be closed, and reused, while one signals it
+        self._gone = threading.Condition(self._lock)
 
     def watch(
         self,
@@ -279,6 +280,12 @@ class ProcessWatch:
         recorded = "" if recorder is None else latest_of(ask_process(pid, recorder))
         return Evidence(stacks=stacks, log=last_words(process.logs), collectives=recorded)
 
+    def wait_ended(self, workers: Collection[str], timeout_s: float) -> None:
+        """Returns when the processes of `workers` have ended, as far as they are watched; after
+        `timeout_s` at the latest. Called from threads other than the one that calls `ended`."""
+        with self._gone:
+            self._gone.wait_for(lambda: not any(map(self._of, workers)), timeout_s)
+
     def pid_of(self, worker: str) -> int | None:
         """The process of a worker, where it is watched."""
         with self._lock:
@@ -297,13 +304,13 @@ class ProcessWatch:
         for pidfd, _ in ready:
             with self._lock:
                 process = self._processes.pop(pidfd)
+                self._gone.notify_all()
                 self._poll.unregister(pidfd)
-                how = describe_exit(pidfd)
+                detail = _ended(pidfd, process.pid)
                 os.close(pidfd)
             if process.heartbeat is not None:
                 process.heartbeat.close()
             if not process.reported:
-                detail = f"process {process.pid} ended" + ("" if how is None else f" {how}")
                 deaths.append(Death(worker=process.worker, cause=CRASH, detail=detail))
         return deaths
 
@@ -321,7 +328,7 @@ class ProcessWatch:
             if state == "Z":
                 # Its first thread has ended. The pidfd tells only when all have, which takes
                 # seconds where the machine has more to do than it can.
-                deaths += _kill_and_report(pidfd, process, CRASH, f"process {process.pid} ended")
+                deaths += _kill_and_report(pidfd, process, CRASH, _ended(pidfd, process.pid))
                 continue
             record = None if process.heartbeat is None else process.heartbeat.read()
             if record is not None:
@@ -371,6 +378,11 @@ def _kill_and_report(
         return []
     process.reported = True
     return [Death(worker=process.worker, cause=cause, detail=detail, evidence=found)]
+
+
+def _ended(pidfd: int, pid: int) -> str:
+    how = describe_exit(pidfd, pid)
+    return f"process {pid} ended" + ("" if how is None else f" {how}")
 
 
 def _where(record: Record | None) -> str:

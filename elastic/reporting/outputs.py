@@ -65,14 +65,16 @@ def read_files(names: Sequence[str], most_bytes: int) -> dict[str, str]:
 
 def keep_files(folder: Path, texts: Mapping[str, str]) -> None:
     """Keeps what `read_files` has found on a node in `folder`, and lets go of the oldest of its
-    siblings where there are too many.
+    siblings where there are too many. What could not be read, or is empty, replaces nothing that
+    was kept before.
 
     Raises:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / Path(name).name).write_text(text, encoding="utf-8")
+        if text:
+            (folder / Path(name).name).write_text(text, encoding="utf-8")
     for old in sorted(folder.parent.iterdir(), key=_written)[:-MOST_NODES]:
         shutil.rmtree(old, ignore_errors=True)
 

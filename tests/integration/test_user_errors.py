@@ -80,7 +80,7 @@ def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
     assert {event.cause for event in lost} == {"user_error"}
     kept = list((tmp_path / "run" / "incidents").glob("*/w*.log"))
     assert {path.stem for path in kept} == {event.worker for event in lost}, "the last one, too"
-    assert all("worker-" in path.read_text() for path in kept)
+    assert all("RuntimeError: gloo: sample 5" in path.read_text() for path in kept)
     assert main(["logs", str(tmp_path / "run")]) == 0
     shown = capsys.readouterr().out.splitlines()
     raised = [line for line in shown if "RuntimeError: gloo: sample 5" in line]

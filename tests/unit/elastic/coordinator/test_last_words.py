@@ -8,17 +8,21 @@ import asyncio
 import gc
 import json
 import os
+import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from elastic.coordinator import last_words
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.last_words import LastWords
+from elastic.node import agent
 from elastic.node.agent import NodeAgent
+from elastic.node.process_watch import ProcessWatch
 from elastic.protocol.causes import (
     COLLECTIVE,
     CRASH,
@@ -53,6 +57,8 @@ class Agents:
     def __init__(self) -> None:
         self.agent = object.__new__(NodeAgent)
         self.agent._readings = [GPU, OTHERS]
+        self.agent._processes = ProcessWatch(freeze_timeout_s=PATIENCE_S)
+        self.agent._reads = threading.Lock()
         self.gone: set[str] = set()
         self.answers = asyncio.Event()
         self.answers.set()
@@ -175,9 +181,10 @@ def test_a_storage_that_hangs_holds_up_the_end_of_a_run_for_so_long_and_no_longe
 ) -> None:
     monkeypatch.setattr(last_words, "FINISH_S", 0.05)
     monkeypatch.setattr(last_words, "OUTPUT_S", 0.05)
-    answers = threading.Event()
+    answers, hung = threading.Event(), []
 
     def hang(*_: object, **__: object) -> None:
+        hung.append(threading.current_thread().name)
         answers.wait(PATIENCE_S)
 
     monkeypatch.setattr(last_words, "keep_evidence", hang)
@@ -188,8 +195,10 @@ def test_a_storage_that_hangs_holds_up_the_end_of_a_run_for_so_long_and_no_longe
         await desk.workers.lose("b", CRASH, "process 7 ended")
         began_s = time.monotonic()
         await desk.words.finish()
-        await desk.words.keep_output("B")
+        for _ in range(5):  # as for each try to replace the machine
+            await desk.words.keep_output("B")
         assert time.monotonic() - began_s < PATIENCE_S / 2
+        assert len(hung) == 1, "it takes one thread"
         answers.set()
 
     desk.run(story)
@@ -210,6 +219,7 @@ def test_last_words_leave_half_of_the_folders_to_who_stands_still(
 
     desk.run(story)
     assert [list(one["accused"]) for one in desk.manifests()] == [["a"]]  # type: ignore[call-overload]
+    assert desk.on_nodes.asked == ["a"], "there is no folder for what b wrote"
 
 
 def test_a_coordinator_that_is_started_anew_knows_who_wrote_where(tmp_path: Path) -> None:
@@ -282,6 +292,57 @@ def test_of_many_machines_that_go_one_is_asked_after_the_other(tmp_path: Path) -
         await asyncio.to_thread(wait_until, lambda: all(map(Path.exists, kept)))
 
     desk.run(story)
+
+
+def test_who_tells_of_its_end_before_it_writes_why_is_waited_for(tmp_path: Path) -> None:
+    """As after an exception."""
+    desk, asked = Desk(tmp_path), threading.Event()
+
+    class Watch(ProcessWatch):
+        def wait_ended(self, workers: Collection[str], timeout_s: float) -> None:
+            asked.set()
+            super().wait_ended(workers, timeout_s)
+
+    watch = Watch(PATIENCE_S)
+    log = Path(desk.joined["b"].logs[0])
+    with subprocess.Popen(["sh", "-c", f"read go; echo why >> {log}"], stdin=PIPE) as process:
+        watch.watch("b", process.pid, None)
+        desk.on_nodes.agent._processes = watch
+
+        def leave() -> None:
+            asked.wait(PATIENCE_S)
+            process.communicate(b"\n")
+            while not watch.ended(PATIENCE_S):
+                pass
+
+        async def story() -> None:
+            await desk.workers.lose("b", USER_ERROR, "RuntimeError: why")
+            leaving = threading.Thread(target=leave)
+            leaving.start()
+            await desk.words.finish()
+            leaving.join()
+
+        desk.run(story)
+    assert (desk.paths.incidents / "001" / "b.log").read_text().endswith("last of b\nwhy\n\n")
+
+
+def test_a_disk_that_hangs_takes_one_thread_of_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "_READ_S", 0.01)
+    desk = Desk(tmp_path)
+    ours = desk.on_nodes.agent
+    ended, files = [desk.joined["b"]], desk.joined["b"].logs
+    with ours._reading():
+        assert (ours.last_words(ended), ours.output(files, 1 << 20)) == ({}, {})
+    assert ours.last_words(ended) and ours.output(files, 1 << 20)
+
+
+def test_what_cannot_be_read_any_more_does_not_replace_what_is_kept(tmp_path: Path) -> None:
+    name = "/logs/worker-0b-01000000-7.err"
+    for text in ("last of b\n", ""):
+        keep_files(tmp_path / "B", {name: text})
+    assert read_kept(tmp_path / "B", [name], 1 << 20) == {name: "last of b\n"}
 
 
 def test_the_nodes_that_were_replaced_last_are_kept(

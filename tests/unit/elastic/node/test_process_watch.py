@@ -86,7 +86,7 @@ def test_a_process_that_ends_is_reported_once(start: Start) -> None:
     watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
     watch.watch("w0", process.pid, fd)
     process.kill()
-    expected = Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended")
+    expected = Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended by SIGKILL")
     assert deaths(watch) == [expected]
     assert stays_quiet(watch, 0.3)
 
@@ -111,6 +111,29 @@ def test_how_a_process_ended_is_said_where_the_kernel_tells(
     assert deaths(watch) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("then", "how"),
+    [
+        ("import os; os.kill(os.getpid(), 11)", " by SIGSEGV"),
+        ("sys.exit(7)", " with status 7"),
+        ("", ""),  # 0, which stands for what may not be read, too
+    ],
+)
+@pytest.mark.parametrize("look", ["ended", "frozen"])
+def test_how_a_process_ended_is_said_before_its_parent_takes_notice(
+    start: Start, then: str, how: str, look: str
+) -> None:
+    """As of a large one, whose threads take their time to end."""
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start(then)
+    watch.watch("w0", process.pid, fd)
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    wait_until(lambda: read_state(process.pid) == "Z")
+    found = watch.ended(DEADLINE_S) if look == "ended" else watch.frozen(0.0)
+    assert found == [Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended{how}")]
+
+
 def test_a_process_that_was_gone_is_reported() -> None:
     watch, process = ProcessWatch(FREEZE_TIMEOUT_S), subprocess.Popen(["true"])
     process.wait()
@@ -126,7 +149,7 @@ def test_a_process_that_ended_and_was_not_waited_for_is_reported(start: Start) -
     process.kill()
     wait_until(lambda: read_state(process.pid) == "Z")
     watch.watch("w0", process.pid, fd, born)
-    expected = Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended")
+    expected = Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended by SIGKILL")
     assert deaths(watch) == [expected]
 
 
@@ -367,7 +390,7 @@ def test_a_signal_reaches_the_named_worker_only(start: Start) -> None:
     watch.watch("w0", first.pid, first_fd)
     watch.watch("w1", second.pid, second_fd)
     watch.signal("w1", signal.SIGTERM)
-    expected = Death(worker="w1", cause=CRASH, detail=f"process {second.pid} ended")
+    expected = Death(worker="w1", cause=CRASH, detail=f"process {second.pid} ended by SIGTERM")
     assert deaths(watch) == [expected]
     assert first.poll() is None
     watch.signal("w1", signal.SIGTERM)  # gone: nothing to do
