@@ -141,6 +141,12 @@ def _is_count_of_kills(sign: Sign) -> bool:
     return sign.name == "oom_killed" and sign.source == "reading"
 
 
+def _tells_of_the_machine(sign: Sign) -> bool:
+    """Whether it only says that the machine's memory ran out: who took it may be another. Ray's
+    monitor ends the newest process."""
+    return _is_count_of_kills(sign) or sign.name == "ray_oom_killed"
+
+
 def _is_about(sign: Sign, worker: str, facts: Facts) -> bool:
     """Whether a sign is about a worker, or about its machine and it is not known whom there."""
     return sign.worker == worker or (
@@ -176,7 +182,7 @@ def _verdict_of_losses(
     facts: Facts,
 ) -> Verdict:
     roots = list({sign: None for worker in workers for sign in behind[worker]})
-    counted = bool(roots) and all(map(_is_count_of_kills, roots))
+    counted = bool(roots) and all(map(_tells_of_the_machine, roots))
     confidence: Confidence = "likely" if counted else "certain"
     if cause == "hang" and len(workers) > 1:
         outliers = _find_outliers(workers, signs)

@@ -129,6 +129,12 @@ def test_the_kernel_has_ended_a_process_when_a_worker_crashed() -> None:
     assert verdicts(killed("w2")) == []
 
 
+def test_ray_has_ended_a_worker_for_the_memory_of_its_machine() -> None:
+    """Another process may have taken it: another machine is tried before the run is ended."""
+    oom = sign("ray_oom_killed", "n1", cause="out_of_memory", subject="worker", worker="w2")
+    assert whom(verdict(loss("w2"), oom)) == ("out_of_memory", ("w2",), (), "likely")
+
+
 def test_memory_that_ran_out_on_most_machines_ran_out() -> None:
     everywhere = ["w0", "w2", "w4"]
     found = verdicts(*map(loss, everywhere), *map(killed, everywhere))
