@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     )
     layout = (trainer.train, trainer.scaling.max_replicas)
     found, change = judge.judge(*layout), None
-    if found.fits is False and not (found.lacks_gpus or found.is_refused):
+    if found.fits is False and not (found.lacks_gpus or found.misfit_refused):
         change = judge.nearest(*layout)
     if options.json:
         print(json.dumps({**found.to_json(), "nearest": change.text if change else None}))
@@ -132,7 +132,7 @@ def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> 
         lines.append(BOUND)
     if found.lacks_gpus:
         lines.append(f"{found.workers:,} workers, but {found.gpus:,} GPUs: it does not fit")
-    elif found.fits is False and not found.is_refused:
+    elif found.fits is False and not found.misfit_refused:
         lines.append(f"nearest change that fits: {change.text if change else 'none was found'}")
     if needs.collectives:
         lines += ["", table(_collective_rows(found))]

@@ -75,10 +75,7 @@ class LastWords:
     def replay(self, happened: Iterable[events.Event]) -> None:
         """Told of what has happened in this start of the run, by a coordinator started anew."""
         for event in happened:
-            if isinstance(event, events.WorkerJoined):
-                self._joined[event.worker] = event
-            elif isinstance(event, events.WorkerLost):
-                self._joined.pop(event.worker, None)
+            self._take(event)
 
     async def finish(self) -> None:
         """Waits until what is being kept of those who were lost is kept, `FINISH_S` at most."""
@@ -129,15 +126,21 @@ class LastWords:
         await self._on_storage(keep_files, self._paths.output_of(node), texts)
 
     def _hear(self, event: events.Event) -> None:
+        lost = self._take(event)
+        if lost is not None and _has_words(lost[1].cause):
+            self._lost.append(lost)
+            if self._done.is_set():
+                self._done.clear()
+                self._aside.spawn(self._keep_all())
+
+    def _take(self, event: events.Event) -> tuple[events.WorkerJoined, events.WorkerLost] | None:
+        """Takes in who joins and who is lost; returns one who had joined and is lost now."""
         if isinstance(event, events.WorkerJoined):
             self._joined[event.worker] = event
         elif isinstance(event, events.WorkerLost):
             joined = self._joined.pop(event.worker, None)
-            if joined is not None and _has_words(event.cause):
-                self._lost.append((joined, event))
-                if self._done.is_set():
-                    self._done.clear()
-                    self._aside.spawn(self._keep_all())
+            return None if joined is None else (joined, event)
+        return None
 
     async def _keep_all(self) -> None:
         try:

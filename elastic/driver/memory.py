@@ -74,13 +74,13 @@ def check_memory(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, on how a model is made
             found = judge.judge(train, scaling.max_replicas)
-            change = judge.nearest(train, scaling.max_replicas) if found.refused else None
+            change = judge.nearest(train, scaling.max_replicas) if found.memory_refused else None
     except ConfigError:
         raise
     except Exception as error:  # of torch, on operators that it cannot try dry
         log.warning("no dry run: %s: %s", type(error).__name__, error)
         return
-    if found.refused:
+    if found.memory_refused:
         raise ConfigError(
             "train.parallel",
             str(train.parallel.dims),

@@ -134,8 +134,7 @@ class HealthWatch:
         self._before = states
         signs = judge(histories, self._node, at_s, [state.worker for state in gone])
         known = [*gone, *states]
-        signs += self._hear_kernel(known, at_s) + self._hear_raylet(known, at_s)
-        signs += self._hear_workers(known, at_s)
+        signs += self._hear_node(known, at_s) + self._hear_workers(known, at_s)
         users = self._gpu_users(states)
         signs = [
             replace(s, worker=s.worker or users.get(s.of)) if s.subject == "gpu" else s
@@ -185,21 +184,18 @@ class HealthWatch:
         found = {gpu.of: [pids[pid] for pid in gpu.pids if pid in pids] for gpu in latest}
         return {gpu: workers[0] for gpu, workers in found.items() if len(workers) == 1}
 
-    def _hear_kernel(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
-        if self._kernel_log is None:
-            return []
-        pids = {state.pid: state.worker for state in states} if has_our_pids() else None
-        found = (
-            find_sign(line, "kernel", self._node, at_s, pids) for line in self._kernel_log.read()
-        )
-        return [sign for sign in found if sign is not None]
-
-    def _hear_raylet(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
-        """Its memory monitor ends workers before the kernel would."""
-        if self._raylet is None:
-            return []
+    def _hear_node(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:
+        """Signs in the kernel's log, and in that of Ray's own process: its memory monitor ends
+        workers before the kernel would."""
         pids = {state.pid: state.worker for state in states}
-        found = (find_sign(line, "raylet", self._node, at_s, pids) for line in self._raylet.read())
+        found: list[Sign | None] = []
+        if self._kernel_log is not None:
+            known = pids if has_our_pids() else None
+            lines = self._kernel_log.read()
+            found += [find_sign(line, "kernel", self._node, at_s, known) for line in lines]
+        if self._raylet is not None:
+            lines = self._raylet.read()
+            found += [find_sign(line, "raylet", self._node, at_s, pids) for line in lines]
         return [sign for sign in found if sign is not None]
 
     def _hear_workers(self, states: Iterable[WorkerState], at_s: float) -> list[Sign]:

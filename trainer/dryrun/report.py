@@ -66,7 +66,7 @@ class Report:
         return sum(self.components.values())
 
     @property
-    def refused(self) -> bool:
+    def memory_refused(self) -> bool:
         """Whether it is beyond doubt that it will not fit. Of a bound only the state is."""
         if self.machine is None:
             return False
@@ -88,7 +88,7 @@ class Report:
         return self.gpus is not None and self.gpus < self.workers
 
     @property
-    def is_refused(self) -> bool:
+    def misfit_refused(self) -> bool:
         """Whether a start on the GPUs of such machines would refuse the layout: an autoscaler that
         could bring larger ones is not known here."""
         return any(misfit.refused for misfit in self.misfits)
@@ -111,7 +111,7 @@ class Report:
         the memory is unknown."""
         if self.machine is None:
             return None
-        lacks = self.lacks_gpus or self.lacks_host_memory or self.is_refused
+        lacks = self.lacks_gpus or self.lacks_host_memory or self.misfit_refused
         return self.needed_bytes <= self.machine.memory_bytes and not lacks
 
     @property

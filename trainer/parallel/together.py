@@ -48,6 +48,7 @@ class Together:
 
     def __init__(self, group: Any, params: list[Any]) -> None:
         self._group, self._params = group, params
+        self._layers: list[nn.Module] = [param._module_info.module for param in params]
         self._answers: dict[nn.Module, Any] = {}
 
     def answer(
@@ -60,10 +61,9 @@ class Together:
             layer: that is asked.
             prepare: the answers of all shards.
         """
-        layers = [param._module_info.module for param in self._params]
-        if layer is layers[0]:
+        if layer is self._layers[0]:
             shards = [param._sharded_local_tensor.memory for param in self._params]
-            self._answers = dict(zip(layers, prepare(shards), strict=True))
+            self._answers = dict(zip(self._layers, prepare(shards), strict=True))
         answer: Answer = self._answers.pop(layer)
         return answer
 
