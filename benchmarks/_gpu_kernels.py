@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from trainer.loop.device_time import merge, on_device, span_of
@@ -40,7 +41,8 @@ def class_of(kernel: str) -> str:
 def kernel_times(events: Iterable[Any]) -> dict[str, Any]:
     """Where the device's time went, in milliseconds: the sum of each class, the longest first; how
     long anything ran (kernels beside each other count once: the rest of a step the device was
-    idle); and the longest kernels by name, each with its calls, for what the classes do not tell.
+    idle); the longest kernels by name, each with its calls, for what the classes do not tell; and
+    the longest spans in which nothing ran, with what came before and after.
 
     Args:
         events: of `torch.profiler`, from the device and others: `profile.events()`.
@@ -59,7 +61,26 @@ def kernel_times(events: Iterable[Any]) -> dict[str, Any]:
             {"name": name[:_NAME_CHARACTERS], "ms": _ms(time_us), "calls": calls[name]}
             for name, time_us in _longest_first(by_name)[:_LONGEST]
         ],
+        "gaps": [
+            {
+                "ms": _ms(time_us),
+                "after": last[:_NAME_CHARACTERS],
+                "before": name[:_NAME_CHARACTERS],
+            }
+            for time_us, last, name in sorted(_gaps(here), reverse=True)[:_LONGEST]
+        ],
     }
+
+
+def _gaps(events: Iterable[Any]) -> Iterator[tuple[float, str, str]]:
+    """Of each span without a kernel: how long it was, the kernel before it, that after it."""
+    last, until_us = "", math.inf
+    for event in sorted(events, key=span_of):
+        begin_us, end_us = span_of(event)
+        if begin_us > until_us:
+            yield begin_us - until_us, last, event.name
+        if not last or end_us > until_us:
+            last, until_us = event.name, end_us
 
 
 def _longest_first(times_us: Mapping[str, float]) -> list[tuple[str, float]]:

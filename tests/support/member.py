@@ -83,9 +83,12 @@ class Member(QuietLink):
         port: of the store, on this machine.
         number: its own among all that ever take part.
         steps: of the run.
+        replicas: of it, at most.
     """
 
-    def __init__(self, fabric: Fabric, port: int, *, number: int, steps: int) -> None:
+    def __init__(
+        self, fabric: Fabric, port: int, *, number: int, steps: int, replicas: int = REPLICAS
+    ) -> None:
         self.fabric = fabric
         self.meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
         self.store = dist.TCPStore("127.0.0.1", port)
@@ -95,9 +98,9 @@ class Member(QuietLink):
             small_task(),
             small_train(steps),
             device=fabric.device,
-            replicas=REPLICAS,
+            replicas=replicas,
         )
-        self.sums = self.engine.make_sums(LANES, REPLICAS)
+        self.sums = self.engine.make_sums(LANES, replicas)
         self.progress = Progress()
         self.losses: dict[int, float] = {}
         self.generation = 0

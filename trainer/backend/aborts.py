@@ -14,8 +14,9 @@ One that has begun holds its communicator's lock, and whoever asks c10d there fo
 collective waits for that lock with the interpreter in hand: no thread could be started then. So
 those of one call get their threads first.
 
-Who hears calls asks for it and waits for nothing; who leaves a group waits until it has ended.
-Decision: docs/decisions/045.
+Nobody waits for the end of an abort, but whoever makes the next group (`wait_for_ends`): its
+kernels end at once, and the rest takes NCCL up to half a second, in which its threads sleep before
+they look for a flag. Decision: docs/decisions/045.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
@@ -116,6 +117,15 @@ def _abort(group: Any, what: str, after: threading.Event | None) -> Future[Any]:
     if id(group) not in _ends:
         _ends[id(group)] = group, begin(group.abort, what, after)
     return _ends[id(group)][1]
+
+
+def wait_for_ends() -> None:
+    """Waits until all have ended that were aborted, but those that are forgotten. Before a device
+    gets the kernels of another group: what an abort frees may wait for them, and hold up a launch
+    that one of them waits for."""
+    with _asking:
+        ends = [end for _, end in _ends.values()]
+    wait(ends)
 
 
 def forget(group: Any) -> None:

@@ -308,6 +308,7 @@ def leave_replica_group() -> None:
     closes its connections when nothing refers to the group any more."""
     global _connections
     end_replica_collectives()
+    aborts.wait_for_ends()
     with _ending:
         while _meshes:
             # Only torch.compile reads it; not every release has it.
@@ -379,6 +380,7 @@ def _connect(group: Any, size: int, given_up: threading.Event) -> None:
         # Else the first collective would connect, and wait for a lost peer where nothing ends it.
         group.eager_connect_single_device(torch_device("cuda"))
         _check_wanted(given_up)  # an abort does nothing while there is no communicator
+        aborts.wait_for_ends()
         warm_up(group, size, torch_device("cuda"))
         _check_wanted(given_up)
     except BaseException:
@@ -507,13 +509,13 @@ def abandon(group: Any, in_flight: list[Any]) -> bool:
     """Gives up a raw group without waiting for the works and buffers still `in_flight` in it.
 
     Returns:
-        Whether they have ended, and write to no buffer any more. NCCL's abort ends them; those of
-        Gloo go on, on threads of its own.
+        Whether they write to no buffer any more when the device has done what it was given: NCCL's
+        abort ends its kernels. Those of Gloo go on, on threads of its own.
     """
     if group in _cross_groups:
-        aborts.abort(group, CROSS).result()
+        end = aborts.abort(group, CROSS)
         _cross_groups.remove(group)
-        aborts.forget(group)
+        end.add_done_callback(lambda _: aborts.forget(group))
         return True
     let_go_of_ended()
     with _abandoning:

@@ -252,17 +252,18 @@ class CrossGroup:
         del self._in_flight[id(flight.work)]
 
     def writes_on(self) -> bool:
-        """Of a lost group: whether a collective that was abandoned may still write to its buffers.
-        What was queued on the device is waited for."""
-        self._streams.synchronize()
+        """Of a lost group: whether a collective that was abandoned may still write to its
+        buffers."""
         return not self._ended
 
     def close(self) -> None:
-        """Leaves the group without waiting for anybody. On a device that has failed aborts fail,
-        too, or do not end; the process does."""
-        for group in () if self._device_failed else self._groups:
-            try:
+        """Leaves the group without waiting for anybody, but for what was queued on the device. On
+        one that has failed aborts fail, too, or do not end; the process does."""
+        if self._groups and not self._device_failed:
+            for group in self._groups:
                 self._ended &= abandon(group, list(self._in_flight.values()))
+            try:
+                self._streams.synchronize()  # from here on others may have the buffers' memory
             except RuntimeError:
                 if lasting_device_error() is None:
                     raise

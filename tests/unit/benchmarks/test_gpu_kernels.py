@@ -58,7 +58,8 @@ def test_a_kernel_s_class_is_told_by_its_name(expected: str, names: tuple[str, .
 
 
 def test_a_step_s_kernels_are_added_up_by_class_and_name() -> None:
-    """Those beside each other count once in what the device was busy; the host's do not count."""
+    """Those beside each other count once in what the device was busy; the host's do not count. What
+    has begun first may end last."""
     found = kernel_times(
         [
             event("nvjet_a", 0, 4000),
@@ -75,4 +76,5 @@ def test_a_step_s_kernels_are_added_up_by_class_and_name() -> None:
             {"name": "nvjet_a", "ms": 7.0, "calls": 2},
             {"name": "triton_poi_fused_mul", "ms": 2.0, "calls": 1},
         ],
+        "gaps": [{"ms": 1.0, "after": "triton_poi_fused_mul", "before": "nvjet_a"}],
     }

@@ -240,24 +240,41 @@ def test_who_hears_calls_waits_for_no_abort(ends: list[tuple[str, str]], replica
     assert names(asked, ends) == {"cross", "replica"}
 
 
-def test_who_leaves_a_group_waits_until_the_abort_that_was_asked_for_has_ended(
-    ends: list[tuple[str, str]],
-) -> None:
+def test_who_leaves_a_group_waits_for_nothing(ends: list[tuple[str, str]]) -> None:
+    """Its kernels end at once; NCCL's threads may need half a second more."""
     cross = make("cross", ends, quick=False)
     asked = abort_groups(replica=None)
-    left = threading.Event()
-
-    def leave() -> None:
-        abandon(cross, [])
-        left.set()
-
-    leaver = threading.Thread(target=leave)
-    leaver.start()
-    assert cross.begun.wait(PATIENCE_S) and not left.is_set()
+    assert abandon(cross, []) and cross.begun.wait(PATIENCE_S) and ends == []
+    assert abort_groups(replica=None) == [], "it is no group that a call ends"
     cross.may_end.set()
-    leaver.join(PATIENCE_S)
-    assert left.is_set() and names(asked, ends) == {"cross"}
-    assert abort_groups(replica=None) == [], "and forgotten"
+    assert names(asked, ends) == {"cross"}
+    aborts.wait_for_ends()
+    wait_until(lambda: not aborts._ends)  # and forgotten
+
+
+def test_the_next_group_has_kernels_when_the_abort_of_the_last_one_has_ended(
+    ends: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the abort frees may wait for them, and hold up a launch that they wait for."""
+    story, connected = list[str](), threading.Event()
+
+    class Next:
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            story.append("connects")
+            connected.set()
+
+    monkeypatch.setattr(groups, "torch_device", lambda device: torch.device("cpu"))
+    monkeypatch.setattr(groups, "warm_up", lambda *_: story.append("warms up"))
+    last = make("last", ends, quick=False)
+    abandon(last, [])
+    maker = threading.Thread(target=groups._connect, args=(Next(), 2, threading.Event()))
+    maker.start()
+    assert connected.wait(PATIENCE_S)
+    maker.join(0.1)
+    assert story == ["connects"] and maker.is_alive()
+    last.may_end.set()
+    maker.join(PATIENCE_S)
+    assert story == ["connects", "warms up"] and names([], ends) == {"last"}
 
 
 class LeftMeanwhile(list[Any]):
@@ -279,7 +296,9 @@ def test_a_group_that_is_left_at_a_call_is_aborted_once_and_forgotten(
     monkeypatch.setattr(groups, "_cross_groups", there)
     assert names(abort_groups(replica=None), ends) <= {"cross"}
     there.leaver.join(PATIENCE_S)
-    assert [name for name, _ in ends] == ["cross"] and aborts._ends == {}
+    aborts.wait_for_ends()
+    wait_until(lambda: not aborts._ends)
+    assert [name for name, _ in ends] == ["cross"]
 
 
 def test_a_process_whose_abort_never_ends_can_exit() -> None:

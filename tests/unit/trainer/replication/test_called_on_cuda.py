@@ -130,7 +130,7 @@ def test_a_device_s_error_is_not_told_as_the_group_s(ask: str) -> None:
 
 
 @pytest.mark.parametrize("error", [DEVICE_ERROR, None])
-def test_an_abort_that_fails_with_the_device_hides_nothing(
+def test_a_device_that_has_failed_keeps_nobody_from_leaving(
     error: torch.AcceleratorError | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who leaves for the device's error goes on to close the rest."""
@@ -139,14 +139,47 @@ def test_an_abort_that_fails_with_the_device_hides_nothing(
         def abort(self) -> None:
             raise dist.DistBackendError("unhandled cuda error")
 
+    def wait() -> None:
+        raise RuntimeError("what the device was given")
+
     monkeypatch.setattr(replicas, "lasting_device_error", lambda: error)
     cross, group = posing_group([]), Failing()
+    monkeypatch.setattr(cross, "_streams", SimpleNamespace(synchronize=wait))
     monkeypatch.setattr(groups, "_cross_groups", [group])
     cross._groups = [group]
-    expected = pytest.raises(dist.DistBackendError) if error is None else contextlib.nullcontext()
+    nothing = contextlib.nullcontext()
+    expected = pytest.raises(RuntimeError, match="given") if error is None else nothing
     with expected:
         cross.close()
-    aborts.forget(group)
+    aborts.wait_for_ends()
+
+
+def test_who_leaves_a_group_waits_for_the_kernels_that_have_its_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The allocator may give their memory to others as soon as they are let go of."""
+    story, cross = list[str](), posing_group([])
+
+    class Group:
+        def abort(self) -> None:
+            story.append("abort")
+
+    class Buffer:
+        def __del__(self) -> None:
+            story.append("free")
+
+    monkeypatch.setattr(
+        cross, "_streams", SimpleNamespace(synchronize=lambda: story.append("drain"))
+    )
+    group = Group()
+    monkeypatch.setattr(groups, "_cross_groups", [group])
+    buffers: Any = (Buffer(),)
+    cross._groups, cross._in_flight = [group], {0: Flight(Work(ended=False), buffers)}
+    del buffers
+    cross.close()
+    aborts.wait_for_ends()
+    assert sorted(story) == ["abort", "drain", "free"]
+    assert story.index("drain") < story.index("free")
 
 
 def test_nothing_is_begun_after_a_call() -> None:
@@ -289,6 +322,7 @@ def test_a_loss_in_backward_is_left_after_it(how: str, monkeypatch: pytest.Monke
     may_end.set()
     with pytest.raises(CrossGroupLost):
         reduction.finish()
+    aborts.wait_for_ends()
     assert ended == [True] and groups._cross_groups == [] and not cross.writes_on()
 
 
