@@ -20,7 +20,7 @@ and tells by classes of kernels where it went. What does not fit the GPU, lacks 
 time left is a reason in place of numbers.
 
 `--device cpu --tiny` runs the same code on a CPU in a minute; what it measures says nothing.
-`--results DIRECTORY` keeps the result there, by part and GPU. docs/benchmarks.md has the order for
+`--results DIRECTORY` keeps the result there, by parts and GPU. docs/benchmarks.md has the order for
 a GPU that is lent for minutes.
 """
 
@@ -372,7 +372,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     nccl_settings.settle(os.environ)  # as in a worker; CUDA reads it once
     add, here = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
-    add("--part", type=int, choices=range(1, 7), help="only this one (default: all)")
+    add("--part", type=int, nargs="+", choices=range(1, 7), help="only these (default: all)")
     add("--device", choices=["cpu", "cuda"], default=here, help=f"(default {here})")
     add("--tiny", action="store_true", default=here == "cpu", help="a model of some thousand")
     add("--steps", type=int, default=8, help="of each system in a round (default 8)")
@@ -419,7 +419,7 @@ def main() -> None:
     if options.tiny:
         # Threads would share what is too little for one, and wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    parts = [options.part] if options.part else [1, 4, 5, 6] if options.tiny else [1, 2, 3, 4, 5, 6]
+    parts = options.part or ([1, 4, 5, 6] if options.tiny else [1, 2, 3, 4, 5, 6])
     facts = in_process(machine, options.device)
     if "skipped" in facts:
         sys.exit(facts["skipped"])
@@ -429,7 +429,8 @@ def main() -> None:
     result = {"machine": facts, "parts": found}
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
-        name = "_".join(["gpu", *found, *str(facts["device"]).split()])
+        at_once = [] if options.micro_tokens == MICRO_TOKENS else [f"micro_{options.micro_tokens}"]
+        name = "_".join(["gpu", *found, *at_once, *str(facts["device"]).split()])
         (options.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     print_result(result)
 

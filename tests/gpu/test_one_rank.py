@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,17 +88,33 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
         assert not dist.is_initialized()
 
 
+def let_wait(numbers: torch.Tensor) -> None:
+    """Waits for the device."""
+    numbers.tolist()
+
+
+def fill_the_launch_queue(numbers: torch.Tensor) -> None:
+    """More kernels than the device takes before it has done some: the last launches wait."""
+    for _ in range(5000):
+        numbers.add_(1)
+
+
 @pytest.mark.gpu
-def test_nccl_s_recording_is_read_while_the_device_is_busy(meet: Rendezvous) -> None:
-    """Then `read_flight_recorder` may read it."""
+@pytest.mark.parametrize("meanwhile", [let_wait, fill_the_launch_queue])
+def test_nccl_s_recording_is_read_while_the_device_is_busy(
+    meet: Rendezvous, meanwhile: Callable[[torch.Tensor], None]
+) -> None:
+    """And another thread is in a call of CUDA's. Then `read_flight_recorder` may read it."""
     make_replica_group(meet, "replica/7", rank=0, dims=ParallelDims(), device="cuda")
     numbers = torch.zeros(1237, device=torch_device("cuda"))
     dist.all_reduce(numbers)
     numbers.tolist()
     torch.cuda._sleep(4_000_000_000)  # two seconds
     dist.all_reduce(numbers)
-    waits = threading.Thread(target=numbers.tolist)
+    waits = threading.Thread(target=meanwhile, args=(numbers,))
     waits.start()
+    waits.join(0.3)
+    assert waits.is_alive(), "nothing waits for the device"
     c10d: Any = _distributed_c10d
     begun_s = time.monotonic()
     recorded = c10d._dump_nccl_trace_json(True, False)

@@ -21,16 +21,6 @@ _PLACES = {
     "Linear.forward": ("pytorch/module/linear.py", "Linear", "forward"),
     "RMSNorm": ("pytorch/module/rmsnorm.py", "RMSNorm", "__init__"),
     "RMSNorm, its base": ("pytorch/ops/basic/rmsnorm.py", "RMSNorm", "__init__"),
-    "DotProductAttention": (
-        "pytorch/attention/dot_product_attention/dot_product_attention.py",
-        "DotProductAttention",
-        "__init__",
-    ),
-    "DotProductAttention.forward": (
-        "pytorch/attention/dot_product_attention/dot_product_attention.py",
-        "DotProductAttention",
-        "forward",
-    ),
     "autocast": ("pytorch/quantization.py", "autocast", "__init__"),
     "is_bf16_available": ("pytorch/utils.py", None, "is_bf16_available"),
     "is_fp8_available": ("pytorch/quantization.py", None, "is_fp8_available"),

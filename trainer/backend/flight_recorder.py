@@ -14,10 +14,11 @@ def read_flight_recorder(device: Device) -> bytes:
     """What is recorded, as one line of JSON. Called from any thread; it waits for no collective.
 
     On CUDA torch keeps a recording of its own for NCCL, which is not read: it asks CUDA for the
-    event of each entry, with the interpreter in hand. Where that blocks, as CUDA's calls may while
-    another thread waits in one, this worker could neither beat nor hear a call. Whether it does,
-    `tests/gpu/test_one_rank.py` is to show. So there is one entry for each group, in the same form:
-    the latest collective that was begun there. Whether it has ended is not known (`retired`).
+    event of each entry, with the interpreter in hand. Where that blocks, this worker could neither
+    beat nor hear a call. It does not while another thread waits for the device; whether it does
+    behind a launch that waits for room, `tests/gpu/test_one_rank.py` is to show. So there is one
+    entry for each group, in the same form: the latest collective that was begun there. Whether it
+    has ended is not known (`retired`).
 
     Args:
         device: where the tensors of this process's groups are.

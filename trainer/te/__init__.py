@@ -1,1 +1,1 @@
-"""NVIDIA's Transformer Engine in the place of a model's linear layers, norms and attention."""
+"""NVIDIA's Transformer Engine in the place of a model's linear layers and norms."""

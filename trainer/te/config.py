@@ -23,11 +23,11 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerEngine:
-    """Linear layers, norms and attention of Llama and Mistral by Transformer Engine.
+    """Linear layers and norms of Llama and Mistral by Transformer Engine.
 
     Parameters keep their names, shapes and places, so a checkpoint goes with or without it.
-    Embedding and head stay as they are, and so does attention with `context` above 1 or texts
-    apart. Needs the extra `te` on the workers, and precision `bfloat16`.
+    Embedding, head and attention stay as they are: docs/decisions/066. Needs the extra `te` on the
+    workers, and precision `bfloat16`.
     """
 
     float8: Literal["current", "block"] | None = None
@@ -51,16 +51,10 @@ class TransformerEngine:
     def convert(self, model: nn.Module, source: WeightSource) -> tuple[nn.Module, WeightSource]:
         """See ModelConverter."""
         from torch import nn
-        from transformers import AttentionInterface
 
-        from trainer.parallel.context.attention import ring_of
-        from trainer.te.layers import ATTENTION, TeLinear, TeRMSNorm, attention
+        from trainer.te.layers import TeLinear, TeRMSNorm
 
-        network: Any = model
-        self._check_architecture(getattr(network, "config", None))
-        if ring_of(model) is None:  # else the texts of a sample are kept apart
-            AttentionInterface.register(ATTENTION, attention)
-            network.config._attn_implementation = ATTENTION
+        self._check_architecture(getattr(model, "config", None))
         for name, module in list(model.named_modules()):
             owner, _, leaf = name.rpartition(".")
             made: nn.Module
@@ -78,17 +72,8 @@ class TransformerEngine:
 
     def _check_architecture(self, config: Any) -> None:
         found = getattr(config, "model_type", "a custom model")
-        fact = None
         if found not in _ARCHITECTURES:
             fact = f"{found} is none of {', '.join(_ARCHITECTURES)}, whose layers it knows"
-        elif getattr(config, "sliding_window", None):
-            fact = f"the model's attention has a window of {config.sliding_window} tokens"
-        elif config.attention_dropout:
-            fact = (
-                f"the model's attention has dropout ({config.attention_dropout}), and the "
-                "library's random numbers are not those of a run that lost no worker"
-            )
-        if fact is not None:
             raise ConfigError(_FIELD, self, fact, "Leave it out, or change the model's settings")
 
     def check(self, model: nn.Module, train: TrainConfig, device: torch.device | None) -> None:
@@ -104,7 +89,7 @@ class TransformerEngine:
             raise ConfigError(
                 "train.precision",
                 train.precision,
-                "Transformer Engine's attention is for bfloat16",
+                "Transformer Engine's layers are for bfloat16 here",
                 "Use 'bfloat16', or leave the converter out",
             )
         if train.compile != "off":

@@ -21,9 +21,6 @@ from torch.nn import functional as F
 from trainer.parallel.own_linear import OwnLinear
 from trainer.te import library
 
-ATTENTION = "transformer_engine"
-"""Its name among transformers' implementations of attention."""
-
 
 class TeLinear(OwnLinear):
     """A linear layer by `te.Linear`; its bias, where it has one, is added by torch."""
@@ -73,47 +70,3 @@ class TeRMSNorm(nn.Module):
             object.__setattr__(self, "_te", made)
         y: torch.Tensor = library.lend(self._te, weight)(x)
         return y
-
-
-def attention(
-    module: nn.Module,
-    q_BHSD: torch.Tensor,
-    k_BGSD: torch.Tensor,
-    v_BGSD: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention by `te.DotProductAttention`, in transformers' form: H heads of queries, G of
-    keys and values, to (B, S, H, D).
-
-    Args:
-        module: transformers' attention, which keeps the library's module for itself.
-        q_BHSD: queries.
-        k_BGSD: keys.
-        v_BGSD: values.
-        attention_mask: None, as no sample is padded.
-        scaling: of the scores.
-    """
-    if attention_mask is not None:
-        raise ValueError("Transformer Engine's attention is causal here, and takes no mask")
-    heads, groups, size = q_BHSD.shape[1], k_BGSD.shape[1], q_BHSD.shape[3]
-    if detect_fake_mode() is not None:
-        y_BHSD = F.scaled_dot_product_attention(
-            q_BHSD, k_BGSD, v_BGSD, is_causal=True, scale=scaling, enable_gqa=heads != groups
-        )
-        return y_BHSD.transpose(1, 2), None
-    te: Any = module.__dict__.get("_te")
-    if te is None:
-        te = library.load().DotProductAttention(
-            heads,
-            size,
-            num_gqa_groups=groups,
-            qkv_format="bshd",
-            attn_mask_type="causal",
-            softmax_scale=scaling,
-        )
-        object.__setattr__(module, "_te", te)
-    q, k, v = (part.transpose(1, 2).contiguous() for part in (q_BHSD, k_BGSD, v_BGSD))
-    return te(q, k, v).unflatten(-1, (heads, size)), None

@@ -96,25 +96,6 @@ class _Norm(torch.autograd.Function):
         return dx, dweight, None
 
 
-class DotProductAttention(nn.Module):
-    """For `bshd`, causal."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self._given = _bind("DotProductAttention", *args, **kwargs)
-        assert (self._given["qkv_format"], self._given["attn_mask_type"]) == ("bshd", "causal")
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = _bind("DotProductAttention.forward", *args, **kwargs)
-        layers = ("query_layer", "key_layer", "value_layer")
-        q, k, v = (given[name].transpose(1, 2) for name in layers)
-        assert q.shape[1] == self._given["num_attention_heads"]
-        assert k.shape[1] == self._given["num_gqa_groups"]
-        scale = self._given["softmax_scale"]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return y.transpose(1, 2).flatten(2)
-
-
 _recipes: list[Any] = []
 
 
