@@ -80,9 +80,9 @@ def describe_exit(pidfd: int, pid: int) -> str | None:
         pidfd: opened while it ran.
         pid: its id.
     """
-    status = _status_of_gone(pidfd)
-    if status is None:
-        status = _status_of_zombie(pid)
+    status = _status_of_zombie(pid)
+    if status is None:  # asked last: its parent may take notice between the two
+        status = _status_of_gone(pidfd)
     if status is None:
         return None
     number = os.waitstatus_to_exitcode(status)

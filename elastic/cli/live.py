@@ -140,7 +140,11 @@ def join(address: str | None) -> None:
         ConfigError: there is none, or it cannot be joined.
     """
     import ray
+    from ray.exceptions import RayError
 
+    field, named = "--address", address
+    if address is None and "RAY_ADDRESS" in os.environ:
+        field, named = "RAY_ADDRESS", os.environ["RAY_ADDRESS"]
     try:
         ray.init(
             address or "auto",
@@ -150,8 +154,8 @@ def join(address: str | None) -> None:
         )
     except ConnectionError as error:
         raise ConfigError(
-            "--address", address, f"there is no Ray cluster: {error}", "Name its address"
+            field, named, f"there is no Ray cluster: {error}", "Name its address"
         ) from error
-    except (ValueError, RuntimeError) as error:  # no HOST:PORT; another version of Ray
+    except (ValueError, RuntimeError, RayError) as error:  # no HOST:PORT; another version; no token
         fix = "Use HOST:PORT of its head, here or as RAY_ADDRESS, and its versions"
-        raise ConfigError("--address", address, f"it cannot be joined: {error}", fix) from error
+        raise ConfigError(field, named, f"it cannot be joined: {error}", fix) from error

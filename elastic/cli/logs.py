@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
 
 def show_logs(options: argparse.Namespace) -> int:
     """`logs`. Returns 1 where a node that lives did not answer; or where none could be asked, and
-    of some of them nothing is kept."""
+    a cluster was named, or of some of them nothing is kept."""
     paths = paths_of(options)
     outputs = find_outputs(read_events(paths.events))
     if options.worker is not None:
@@ -60,7 +60,7 @@ def show_logs(options: argparse.Namespace) -> int:
         print(f"elastic: no node can be asked: {error.fact}", file=sys.stderr)
         texts: dict[str, dict[str, str]] = {}
         missing = {one.node: "it was not asked" for one in outputs}
-        failed = missing.keys() - kept
+        failed = set(missing) if options.address else missing.keys() - kept
     else:
         texts, silent = _fetch(outputs, most_bytes)
         missing = {one.node: "it is gone" for one in outputs if one.node not in texts} | silent

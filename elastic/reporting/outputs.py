@@ -7,6 +7,7 @@ the ends of the files lie in the run directory, in `logs/NODE`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -74,7 +75,10 @@ def keep_files(folder: Path, texts: Mapping[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         if text:
-            (folder / Path(name).name).write_text(text, encoding="utf-8")
+            kept = folder / Path(name).name
+            beside = kept.with_name(f".{kept.name}")
+            beside.write_text(text, encoding="utf-8")  # where that fails the former one stays
+            os.replace(beside, kept)
     for old in sorted(folder.parent.iterdir(), key=_written)[:-MOST_NODES]:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -4,6 +4,7 @@ and status 2. 1 would say that the run has failed."""
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ from elastic.reporting.event_log import EventLog
 from elastic.reporting.outputs import keep_files
 from tests.support import ROOT
 from tests.support.run_end import Broken
+
+NOBODY = "10.0.0.1"
+"""No address that Ray knows the form of."""
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "http://127.0.0.1:8265"])
@@ -78,11 +82,14 @@ def test_a_node_without_the_package_and_two_that_are_gone(
     assert capsys.readouterr().out == "spare w3 | its\nspare w3 | last words\n"
 
 
-@pytest.mark.parametrize(("nodes", "status"), [("e", 0), ("ef", 1), ("f", 2)])
+@pytest.mark.parametrize(
+    ("nodes", "named", "status"), [("e", [], 0), ("e", [NOBODY], 1), ("ef", [], 1), ("f", [], 2)]
+)
 def test_without_a_cluster_the_output_that_is_kept_is_shown(
-    nodes: str, status: int, tmp_path: Path
+    nodes: str, named: list[str], status: int, tmp_path: Path
 ) -> None:
-    """In a process that can join none, as when the run's cluster is long gone."""
+    """In a process that can join none, as when the run's cluster is long gone. Who names one is to
+    notice that it was not asked."""
     log = "/tmp/ray/session_x/logs/worker-0a-ffffffff-12.err"
     with EventLog(tmp_path / "events.jsonl") as records:
         for at in nodes:
@@ -93,15 +100,15 @@ def test_without_a_cluster_the_output_that_is_kept_is_shown(
             )
     keep_files(RunPaths(root=tmp_path).output_of("e" * 56), {log: "its\nlast words\n"})
     command = [sys.executable, "-m", "elastic.cli.main", "logs", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--address", "10.0.0.1"], cwd=ROOT, capture_output=True, text=True
-    )
+    command += [part for address in named for part in ("--address", address)]
+    elsewhere = {**os.environ, "RAY_ADDRESS": NOBODY}
+    done = subprocess.run(command, cwd=ROOT, env=elsewhere, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     assert done.stdout == ("" if status == 2 else "spare w-e | its\nspare w-e | last words\n")
     said = [line for line in done.stderr.splitlines() if line.startswith("elastic: ")]
     if status == 2:
         (refused,) = said
-        assert refused.startswith("elastic: --address = '10.0.0.1': it cannot be joined: ")
+        assert refused.startswith(f"elastic: RAY_ADDRESS = {NOBODY!r}: it cannot be joined: ")
         return
     why, *of_nodes = said
     assert why.startswith("elastic: no node can be asked: it cannot be joined: ")

@@ -5,6 +5,7 @@ replaced. The agents' part is the real one, on files here; a kill in a whole run
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import os
@@ -342,6 +343,21 @@ def test_what_cannot_be_read_any_more_does_not_replace_what_is_kept(tmp_path: Pa
     name = "/logs/worker-0b-01000000-7.err"
     for text in ("last of b\n", ""):
         keep_files(tmp_path / "B", {name: text})
+    assert read_kept(tmp_path / "B", [name], 1 << 20) == {name: "last of b\n"}
+
+
+def test_what_cannot_be_written_any_more_does_not_replace_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(b"the new l")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    name = "/logs/worker-0b-01000000-7.err"
+    keep_files(tmp_path / "B", {name: "last of b\n"})
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        keep_files(tmp_path / "B", {name: "the new last of b\n"})
     assert read_kept(tmp_path / "B", [name], 1 << 20) == {name: "last of b\n"}
 
 
