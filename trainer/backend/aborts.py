@@ -26,7 +26,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -38,9 +38,12 @@ THREAD = "abort"
 _LONG_S = 1.0
 """An abort that takes longer is worth a warning: a recovery takes that long at least."""
 
+
 _asking = threading.Lock()
 _ends: dict[int, tuple[Any, Future[Any]]] = {}
 """Groups that were aborted, or are to be, by their identity, until they are forgotten."""
+_threads: list[threading.Thread] = []
+"""Theirs, of which those that have ended may go."""
 
 
 @contextlib.contextmanager
@@ -55,7 +58,10 @@ def together() -> Iterator[threading.Event]:
 
 
 def begin(
-    work: Callable[[], object], what: str, after: threading.Event | None = None
+    work: Callable[[], object],
+    what: str,
+    after: threading.Event | None = None,
+    threads: list[threading.Thread] | None = None,
 ) -> Future[Any]:
     """Has a thread do `work` now, whatever the others wait for, and logs its end. Waits for
     nothing.
@@ -64,6 +70,7 @@ def begin(
         work: an abort, which may block.
         what: is aborted.
         after: what it waits for, of `together`.
+        threads: takes that thread in.
     """
 
     def run() -> None:
@@ -76,12 +83,16 @@ def begin(
 
     begun_s, end = time.monotonic(), Future[Any]()
     end.add_done_callback(partial(_log_end, what, begun_s))
-    _start(run)
+    thread = _start(run)
+    if threads is not None:
+        threads[:] = [*(each for each in threads if each.is_alive()), thread]
     return end
 
 
-def _start(run: Callable[[], None]) -> None:
-    threading.Thread(target=run, name=THREAD, daemon=True).start()
+def _start(run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name=THREAD, daemon=True)
+    thread.start()
+    return thread
 
 
 def _log_end(what: str, begun_s: float, end: Future[Any]) -> None:
@@ -94,18 +105,11 @@ def _log_end(what: str, begun_s: float, end: Future[Any]) -> None:
         log.log(level, "the abort of %s took %.3f s", what, took_s)
 
 
-def abort(group: Any, what: str) -> Future[Any]:
-    """Has a group, which has an `abort`, ended, once; see `begin`."""
-    with _asking:
-        return _abort(group, what, None)
-
-
 def abort_all(groups: Sequence[Any], what: str, after: threading.Event) -> list[Future[Any]]:
     """Has those groups ended that are among `groups`, each once; see `begin`.
 
     Args:
-        groups: who lets go of one takes it out of them before it is forgotten. One that has ended
-            meanwhile is not among them.
+        groups: who leaves one takes it out of them before.
         what: each is.
         after: what they wait for, of `together`.
     """
@@ -113,22 +117,45 @@ def abort_all(groups: Sequence[Any], what: str, after: threading.Event) -> list[
         return [_abort(group, what, after) for group in tuple(groups)]
 
 
+def leave(group: Any, what: str) -> None:
+    """Has a group that nobody will ask to end any more ended, once, and forgotten then."""
+    with _asking:
+        end = _abort(group, what, None)
+    _forget_at(end, group)
+
+
+def give_up(group: Any, what: str) -> None:
+    """As `leave`, of a group that may have been aborted while it connected: that ended nothing, so
+    it is done again."""
+    with _asking:
+        _ends.pop(id(group), None)
+        end = _abort(group, what, None)
+    _forget_at(end, group)
+
+
 def _abort(group: Any, what: str, after: threading.Event | None) -> Future[Any]:
     if id(group) not in _ends:
-        _ends[id(group)] = group, begin(group.abort, what, after)
+        _ends[id(group)] = group, begin(group.abort, what, after, _threads)
     return _ends[id(group)][1]
 
 
-def wait_for_ends() -> None:
-    """Waits until all have ended that were aborted, but those that are forgotten. Before a device
-    gets the kernels of another group: what an abort frees may wait for them, and hold up a launch
-    that one of them waits for."""
-    with _asking:
-        ends = [end for _, end in _ends.values()]
-    wait(ends)
+def _forget_at(end: Future[Any], group: Any) -> None:
+    def forget(_: Future[Any]) -> None:
+        with _asking:
+            if _ends.get(id(group)) == (group, end):
+                del _ends[id(group)]
+
+    end.add_done_callback(forget)
 
 
-def forget(group: Any) -> None:
-    """A group that has ended is let go of."""
+def wait_for_ends(timeout_s: float | None = None) -> bool:
+    """Waits until all groups have ended that were aborted, for so long at most, and says whether
+    they have. Before a device gets the kernels of another group: what an abort frees may wait for
+    them, and hold up a launch that one of them waits for. And what it has freed by then is there
+    for that group."""
+    until_s = None if timeout_s is None else time.monotonic() + timeout_s
     with _asking:
-        _ends.pop(id(group), None)
+        threads = list(_threads)
+    for thread in threads:  # c10d's destructors run there after the abort
+        thread.join(None if until_s is None else max(0.0, until_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)

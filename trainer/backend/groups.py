@@ -346,6 +346,9 @@ def make_cross_groups(
 
         def make() -> list[Any]:
             groups = []
+            if not aborts.wait_for_ends(rendezvous.timeout_s / 2):  # told before others time out
+                raise GroupError("NCCL has not ended this worker's former groups")
+            _check_wanted(given_up)
             with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
                 for name in names:
                     keys = PrefixStore(f"{prefix}/{name}", store)
@@ -380,7 +383,6 @@ def _connect(group: Any, size: int, given_up: threading.Event) -> None:
         # Else the first collective would connect, and wait for a lost peer where nothing ends it.
         group.eager_connect_single_device(torch_device("cuda"))
         _check_wanted(given_up)  # an abort does nothing while there is no communicator
-        aborts.wait_for_ends()
         warm_up(group, size, torch_device("cuda"))
         _check_wanted(given_up)
     except BaseException:
@@ -397,8 +399,7 @@ def _give_up(group: Any) -> None:
     """Has a group ended that nobody will use, whether it was told to end before or not."""
     with contextlib.suppress(ValueError):
         _cross_groups.remove(group)
-    aborts.forget(group)
-    aborts.begin(group.abort, CROSS)
+    aborts.give_up(group, CROSS)
 
 
 def _name_raw_group(group: Any, store: Store, name: str, prefix: str, device: Device) -> None:
@@ -513,9 +514,8 @@ def abandon(group: Any, in_flight: list[Any]) -> bool:
         abort ends its kernels. Those of Gloo go on, on threads of its own.
     """
     if group in _cross_groups:
-        end = aborts.abort(group, CROSS)
         _cross_groups.remove(group)
-        end.add_done_callback(lambda _: aborts.forget(group))
+        aborts.leave(group, CROSS)
         return True
     let_go_of_ended()
     with _abandoning:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -156,10 +156,11 @@ class Threads:
         self.begun, self.early, self.start = begun, False, aborts._start
         monkeypatch.setattr(aborts, "_start", self.start_and_look)
 
-    def start_and_look(self, run: Callable[[], None]) -> None:
+    def start_and_look(self, run: Callable[[], None]) -> threading.Thread:
         """In place of `start`."""
-        self.start(run)
+        thread = self.start(run)
         self.early |= any(event.wait(0.1) for event in self.begun)
+        return thread
 
 
 def test_no_abort_begins_before_all_have_their_threads(
@@ -246,35 +247,88 @@ def test_who_leaves_a_group_waits_for_nothing(ends: list[tuple[str, str]]) -> No
     asked = abort_groups(replica=None)
     assert abandon(cross, []) and cross.begun.wait(PATIENCE_S) and ends == []
     assert abort_groups(replica=None) == [], "it is no group that a call ends"
+    assert not aborts.wait_for_ends(0.01)
     cross.may_end.set()
     assert names(asked, ends) == {"cross"}
-    aborts.wait_for_ends()
-    wait_until(lambda: not aborts._ends)  # and forgotten
+    assert aborts.wait_for_ends(PATIENCE_S) and aborts._ends == {}, "and forgotten"
 
 
-def test_the_next_group_has_kernels_when_the_abort_of_the_last_one_has_ended(
-    ends: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+def test_nobody_leaves_the_replica_before_the_abort_has_ended(
+    ends: list[tuple[str, str]], replica: None
 ) -> None:
-    """What the abort frees may wait for them, and hold up a launch that they wait for."""
-    story, connected = list[str](), threading.Event()
+    """Then the process may end, or be a part of another replica."""
+    cross = make("cross", ends, quick=False)
+    abandon(cross, [])
+    leaver = threading.Thread(target=leave_replica_group)
+    leaver.start()
+    leaver.join(0.1)
+    assert leaver.is_alive()
+    cross.may_end.set()
+    leaver.join(PATIENCE_S)
+    assert not leaver.is_alive() and names([], ends) == {"cross", "replica"}
 
-    class Next:
-        def eager_connect_single_device(self, device: torch.device) -> None:
-            story.append("connects")
-            connected.set()
 
+class Next:
+    """A group that notes when it is made."""
+
+    made: ClassVar[list[int]] = []
+
+    def __init__(self, *_: object) -> None:
+        self.options = SimpleNamespace()
+
+    class Options:
+        """As c10d's."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """The first that takes memory of a GPU."""
+        self.made.append(1)
+
+
+def leave_it(group: Recorded) -> None:
+    """As at a loss."""
+    abandon(group, [])
+
+
+@pytest.mark.parametrize("end", [leave_it, groups._give_up])
+def test_the_next_group_is_made_when_the_abort_of_the_last_one_has_ended(
+    end: Callable[[Any], None], ends: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the memory of that one, and has no kernel that what the abort frees may wait for."""
+    Next.made.clear()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Next, raising=False)
     monkeypatch.setattr(groups, "torch_device", lambda device: torch.device("cpu"))
-    monkeypatch.setattr(groups, "warm_up", lambda *_: story.append("warms up"))
+    monkeypatch.setattr(groups, "_name_raw_group", lambda *met: None)
+    monkeypatch.setattr(groups, "warm_up", lambda *met: None)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=PATIENCE_S)
     last = make("last", ends, quick=False)
-    abandon(last, [])
-    maker = threading.Thread(target=groups._connect, args=(Next(), 2, threading.Event()))
+    if end is groups._give_up:
+        abort_groups(replica=None)  # an abort that had nothing to end yet
+    end(last)
+    options = {"rank": 0, "size": 1, "device": "cuda", "leave_now": lambda: False}
+    maker = threading.Thread(target=make_cross_groups, args=(meet, "next"), kwargs=options)
     maker.start()
-    assert connected.wait(PATIENCE_S)
-    maker.join(0.1)
-    assert story == ["connects"] and maker.is_alive()
+    maker.join(0.3)
+    assert maker.is_alive() and Next.made == []
     last.may_end.set()
     maker.join(PATIENCE_S)
-    assert story == ["connects", "warms up"] and names([], ends) == {"last"}
+    assert not maker.is_alive() and Next.made == [1]
+    close_connections()
+
+
+def test_an_abort_that_never_ends_is_told_of(
+    ends: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the worker whose it is: for the others a peer does not come."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=0.5)
+    last = make("last", ends, quick=False)
+    abandon(last, [])
+    with pytest.raises(GroupError, match="has not ended this worker's former groups"):
+        make_cross_groups(meet, "next", rank=0, size=1, device="cuda", leave_now=lambda: False)
+    last.may_end.set()
+    assert aborts.wait_for_ends(PATIENCE_S)
+    close_connections()
 
 
 class LeftMeanwhile(list[Any]):
@@ -296,8 +350,7 @@ def test_a_group_that_is_left_at_a_call_is_aborted_once_and_forgotten(
     monkeypatch.setattr(groups, "_cross_groups", there)
     assert names(abort_groups(replica=None), ends) <= {"cross"}
     there.leaver.join(PATIENCE_S)
-    aborts.wait_for_ends()
-    wait_until(lambda: not aborts._ends)
+    assert aborts.wait_for_ends(PATIENCE_S) and aborts._ends == {}
     assert [name for name, _ in ends] == ["cross"]
 
 
@@ -330,4 +383,5 @@ def test_a_group_that_is_left_while_it_connects_is_ended_when_it_has(
     Connecting.may_connect.set()
     assert Connecting.aborted.wait(PATIENCE_S)
     close_connections()
+    assert aborts.wait_for_ends(PATIENCE_S)
     assert groups._cross_groups == [] and aborts._ends == {}
