@@ -23,8 +23,8 @@ MANY: Case = {
     "head": "in chunks",
     "gather ahead": "2",
 }
-"""As much at once as replicas of two workers can have. On two quiet cores it takes 145 s, beside the
-unit tests more than 300."""
+"""As much at once as replicas of two workers can have. On two quiet cores it takes 145 s, and
+beside the unit tests more than 300."""
 
 
 STRATEGIES = [name for name in FEATURES["strategy"] if name != "FULL_SHARD"]
