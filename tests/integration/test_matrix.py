@@ -203,7 +203,7 @@ def test_what_does_not_go_together_is_refused(lab: Lab, part: Case, says: str) -
             "gathered by FSDP2 itself, not in two levels",
         ),
         ({"converters": (Float8(recipe="rowwise"),)}, "Use precision='bfloat16'"),
-        ({"converters": (OnCpu(),)}, "Transformer Engine's attention is for bfloat16"),
+        ({"converters": (OnCpu(),)}, "Transformer Engine's layers are for bfloat16 here"),
     ],
 )
 def test_settings_that_are_no_cases_are_refused(
