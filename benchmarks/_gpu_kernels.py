@@ -74,12 +74,12 @@ def kernel_times(events: Iterable[Any]) -> dict[str, Any]:
 
 def _gaps(events: Iterable[Any]) -> Iterator[tuple[float, str, str]]:
     """Of each span without a kernel: how long it was, the kernel before it, that after it."""
-    last, until_us = "", math.inf
+    last, until_us = "", -math.inf
     for event in sorted(events, key=span_of):
         begin_us, end_us = span_of(event)
-        if begin_us > until_us:
+        if last and begin_us > until_us:
             yield begin_us - until_us, last, event.name
-        if not last or end_us > until_us:
+        if end_us > until_us:
             last, until_us = event.name, end_us
 
 

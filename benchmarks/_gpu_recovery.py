@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
+from benchmarks._common import median_of
 from tests.support.fabric import GLOO, NCCL, Fabric
 from tests.support.member import Member
 from tests.support.processes import lose_itself, play
@@ -57,28 +57,26 @@ def live(number: int, port: int, fabric: Fabric, ranks: int) -> None:
 
 
 def measure_recovery(device: str, repeats: int) -> dict[str, Any]:
-    """Seconds from the kill until the last of the others is there, medians; a step of this model
-    takes milliseconds. They are called away when the process has ended, which takes a while where
-    it has a GPU (`told_s`); who shares a connection with it may find out before."""
-    names = "told_s", "left_s", "step_s"
-    found: dict[str, dict[str, list[float]]] = {
-        case: {name: [] for name in names} for case in CASES
-    }
+    """Each case's medians of what `lose_one` finds."""
+    fabric = NCCL if device == "cuda" else GLOO
+    found: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
     for _ in range(repeats):
         for case, ranks in CASES.items():
-            fabric = NCCL if device == "cuda" else GLOO
-            store = play(live, fabric, ranks, processes=ranks, dies=KILLED)
-            killed_s = float(store.get("killed"))
-            others = [number for number in range(ranks) if number != KILLED]
-            keys = (
-                ["died"],
-                [f"left {each}" for each in others],
-                [f"a step {each}" for each in others],
-            )
-            for name, those in zip(names, keys, strict=True):
-                last_s = max(float(store.get(key)) for key in those)
-                found[case][name].append(last_s - killed_s)
+            found[case].append(lose_one(fabric, ranks))
+    return {case: median_of(runs) for case, runs in found.items()}
+
+
+def lose_one(fabric: Fabric, ranks: int) -> dict[str, float]:
+    """Seconds from the kill until the last of the others is there; a step of this model takes
+    milliseconds. They are called away when the process has ended, which takes a while where it has
+    a GPU (`told_s`); who shares a connection with it may find out before."""
+    store = play(live, fabric, ranks, processes=ranks, dies=KILLED)
+    killed_s = float(store.get("killed"))
+    others = [number for number in range(ranks) if number != KILLED]
+    left_s = max(float(store.get(f"left {number}")) for number in others)
+    step_s = max(float(store.get(f"a step {number}")) for number in others)
     return {
-        case: {name: round(statistics.median(each), 4) for name, each in times_s.items()}
-        for case, times_s in found.items()
+        "told_s": float(store.get("died")) - killed_s,
+        "left_s": left_s - killed_s,
+        "step_s": step_s - killed_s,
     }

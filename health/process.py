@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -113,6 +114,9 @@ def _status_of_zombie(pid: int) -> int | None:
 
 def output_files() -> tuple[str, ...]:
     """The files that this process's standard output and error go to; none where that is a terminal
-    or a pipe."""
-    names = (os.readlink(f"/proc/self/fd/{number}") for number in (1, 2))
+    or a pipe, or is closed."""
+    names: list[str] = []
+    for number in (1, 2):
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
     return tuple(name for name in dict.fromkeys(names) if os.path.isfile(name))

@@ -225,11 +225,8 @@ def hear_worker(worker: str, tail: LogTail, node: str, at_s: float) -> list[Sign
 def raylets_log() -> Path | None:
     """What this node's raylet writes to: it lies where Ray keeps the output of this process; None
     where Ray does not."""
-    try:
-        found = (Path(name).with_name("raylet.out") for name in output_files())
-        return next((path for path in found if path.is_file()), None)
-    except OSError:  # it has closed its output
-        return None
+    found = (Path(name).with_name("raylet.out") for name in output_files())
+    return next((path for path in found if path.is_file()), None)
 
 
 def own_names() -> list[str]:

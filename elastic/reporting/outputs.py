@@ -7,13 +7,13 @@ the ends of the files lie in the run directory, in `logs/NODE`.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpointing.whole_file import write_whole
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
 from health.log_tail import read_last
 
@@ -75,10 +75,7 @@ def keep_files(folder: Path, texts: Mapping[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         if text:
-            kept = folder / Path(name).name
-            beside = kept.with_name(f".{kept.name}")
-            beside.write_text(text, encoding="utf-8")  # where that fails the former one stays
-            os.replace(beside, kept)
+            write_whole(folder / Path(name).name, text)
     for old in sorted(folder.parent.iterdir(), key=_written)[:-MOST_NODES]:
         shutil.rmtree(old, ignore_errors=True)
 

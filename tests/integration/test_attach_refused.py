@@ -26,7 +26,7 @@ NOBODY = "10.0.0.1"
 """No address that Ray knows the form of."""
 
 
-@pytest.mark.parametrize("address", ["10.0.0.1", "http://127.0.0.1:8265"])
+@pytest.mark.parametrize("address", [NOBODY, "http://127.0.0.1:8265"])
 def test_an_address_that_is_none(address: str, tmp_path: Path) -> None:
     """In a process that has joined no cluster."""
     command = [sys.executable, "-m", "elastic.cli.main", "stop", str(tmp_path)]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE
+from typing import IO
 
 import pytest
 
@@ -349,14 +350,15 @@ def test_what_cannot_be_read_any_more_does_not_replace_what_is_kept(tmp_path: Pa
 def test_what_cannot_be_written_any_more_does_not_replace_what_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, text: str, encoding: str) -> None:
-        path.write_bytes(b"the new l")
+    def full(path: Path, mode: str) -> IO[bytes]:
+        with open(path, mode) as file:
+            file.write(b"the new l")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     name = "/logs/worker-0b-01000000-7.err"
     keep_files(tmp_path / "B", {name: "last of b\n"})
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as storage, pytest.raises(OSError, match="No space"):
+        storage.setattr(Path, "open", full)
         keep_files(tmp_path / "B", {name: "the new last of b\n"})
     assert read_kept(tmp_path / "B", [name], 1 << 20) == {name: "last of b\n"}
 

@@ -316,9 +316,7 @@ def test_the_next_group_is_made_when_the_abort_of_the_last_one_has_ended(
     close_connections()
 
 
-def test_an_abort_that_never_ends_is_told_of(
-    ends: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_that_never_ends_is_told_of(ends: list[tuple[str, str]]) -> None:
     """By the worker whose it is: for the others a peer does not come."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=0.5)
