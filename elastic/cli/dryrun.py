@@ -105,8 +105,6 @@ def plan_machine(
 
 
 def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> str:
-    from trainer.dryrun.report import BOUND
-
     needs, machine = found.needs, found.machine
     layout = f"{trainer.scaling.max_replicas} replicas of {trainer.train.parallel.dims}"
     lines = [f"{needs.parameters:,} parameters; {layout}: {found.workers:,} workers"]
@@ -128,8 +126,6 @@ def _in_words(found: Report, trainer: ElasticTrainer, change: Change | None) -> 
     if machine is not None:
         levels = describe_levels(trainer.train.parallel, machine.gpus)
         lines += [] if levels is None else [levels]
-    if found.bound:
-        lines.append(BOUND)
     if found.lacks_gpus:
         lines.append(f"{found.workers:,} workers, but {found.gpus:,} GPUs: it does not fit")
     elif found.fits is False and not found.misfit_refused:

@@ -13,7 +13,7 @@ from elastic.config import ScalingConfig
 from trainer.config import TrainConfig
 from trainer.dryrun.judge import Judge
 from trainer.dryrun.machines import MACHINES, Machine
-from trainer.dryrun.report import BOUND, Report
+from trainer.dryrun.report import Report
 from trainer.errors import ConfigError
 from trainer.tasks.task import PreparedTask
 
@@ -88,11 +88,7 @@ def check_memory(
             f"Use {change.text}" if change else "Use GPUs with more memory",
         )
     if found.verdict != "fits" or found.lacks_host_memory:
-        log.warning(
-            "a worker may not fit: by a dry run it needs %s%s",
-            _in_words(found, machine),
-            f". {BOUND}" if found.bound else "",
-        )
+        log.warning("a worker may not fit: by a dry run it needs %s", _in_words(found, machine))
 
 
 def _in_words(found: Report, machine: Machine) -> str:

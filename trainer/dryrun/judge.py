@@ -48,7 +48,6 @@ class Judge:
             machine=self.machine,
             nodes=self.nodes,
             misfits=find_misfits(train.parallel, self.machine.gpus) if self.machine else (),
-            bound=train.compile != "off" and train.recompute != "full",
         )
 
     def nearest(self, train: TrainConfig, replicas: int) -> Change | None:

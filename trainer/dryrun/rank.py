@@ -9,7 +9,7 @@ multiplied.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,13 +25,13 @@ from trainer.dryrun.shape import prepare_shape
 from trainer.dryrun.watch import NODE, NODES, Watch
 from trainer.engine.optimizer import try_optimizer
 from trainer.loop.link import LoopConfig, NoLink, Progress
+from trainer.parallel.compiled import compiled_by
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.parallel.two_level import TwoLevels
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lanes import deal_lanes, plan_lane_buffers
 from trainer.replication.step_commit import LaneStats
-from trainer.tasks.causal_lm import PreparedCausalLM
 from trainer.tasks.task import PreparedTask
 
 _GRANULE_BYTES = {"cpu": 1, "cuda": 512}
@@ -98,8 +98,6 @@ def dry_run(
     lanes = train.lanes or replicas
     train.check(lanes)
     task = task or prepare_shape(train)
-    if isinstance(task, PreparedCausalLM):
-        task = replace(task, compile="off")
     counter = try_optimizer(train.optimizer)
     of_lane = train.lane_samples(lanes) // train.micro_samples(lanes)
     shown = min(of_lane, _MICRO_BATCHES)
@@ -110,7 +108,6 @@ def dry_run(
         lane_buffers=most,
         global_batch=lanes * train.parallel.shard * train.micro_samples(lanes) * shown,
         micro_batch=train.micro_samples(lanes),
-        compile="off",
         bucket_bytes=bucket_bytes,
     )
     watch = Watch(
@@ -122,6 +119,7 @@ def dry_run(
     with _no_peers(train.parallel.dims, watch) as mesh:
         with (
             torch.random.fork_rng(devices=[]),
+            _compiled(train),
             FakeTensorMode(allow_non_fake_inputs=True),
             watch,
         ):
@@ -140,6 +138,16 @@ def dry_run(
         host_syncs=watch.host_syncs,
         offloaded_bytes=offloaded_bytes,
     )
+
+
+def _compiled(train: TrainConfig) -> AbstractContextManager[None]:
+    """Has what would be compiled counted as such. The driver of another run is spared what is
+    imported for it."""
+    if train.compile == "off":
+        return nullcontext()
+    from trainer.dryrun.fused import make_backend
+
+    return compiled_by(make_backend())
 
 
 def _vocabulary(task: PreparedTask, train: TrainConfig) -> set[int]:

@@ -14,15 +14,6 @@ from trainer.dryrun.watch import NODE, NODES
 _TIGHT = (0.9, 1.1)
 """Shares of the memory between which a dry run may be wrong."""
 
-_STATE = ("parameters", "gradients", "optimizer")
-"""Components that stand through a step, whatever blocks keep for backward."""
-
-BOUND = (
-    "That is a bound: compiled blocks are counted as they are without `compile`, with all that "
-    "they keep for backward"
-)
-"""Said of a layout whose blocks are compiled."""
-
 _OF_HOST = 0.5
 """Share of a machine's own memory that activations may take: the other half is for snapshots, lanes
 that wait there, data and the processes."""
@@ -44,9 +35,6 @@ class Report:
     """How many machines; None: as many as it takes."""
     misfits: Sequence[Misfit] = ()
     """What of the layout does not go with them."""
-    bound: bool = False
-    """Whether the layout may need less: its blocks are compiled, and counted as they are without,
-    with all that they keep for backward."""
 
     @property
     def components(self) -> dict[str, int]:
@@ -67,13 +55,11 @@ class Report:
 
     @property
     def memory_refused(self) -> bool:
-        """Whether it is beyond doubt that it will not fit. Of a bound only the state is."""
+        """Whether it is beyond doubt that it will not fit."""
         if self.machine is None:
             return False
-        state_bytes = sum(self.needs.components.get(name, 0) for name in _STATE)
-        least_bytes = state_bytes if self.bound else self.needed_bytes
-        too_large = least_bytes > _TIGHT[1] * self.machine.memory_bytes
-        return too_large or (self.lacks_host_memory and not self.bound)
+        too_large = self.needed_bytes > _TIGHT[1] * self.machine.memory_bytes
+        return too_large or self.lacks_host_memory
 
     @property
     def gpus(self) -> int | None:
@@ -127,7 +113,6 @@ class Report:
         return {
             "fits": self.fits,
             "verdict": self.verdict,
-            "bound": self.bound,
             "peak_bytes": self.needs.peak_bytes,
             "needed_bytes": self.needed_bytes,
             "memory_bytes": None if self.machine is None else self.machine.memory_bytes,

@@ -138,6 +138,20 @@ class Watch(TorchDispatchMode):
         finally:
             self._label = before
 
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What is done in the block counts for nothing."""
+        before, self._sees = self._sees, False
+        try:
+            yield
+        finally:
+            self._sees = before
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See TorchDispatchMode. Otherwise nothing would be compiled within it."""
+        return True
+
     def count(self, group: str, kind: str, sent_bytes: int) -> None:
         """Counts a collective."""
         self.calls[Call(group, kind)] += 1
@@ -171,9 +185,9 @@ class Watch(TorchDispatchMode):
             return number
         result = func(*args, **kwargs)
         self._synced = None
-        found = _tensors(result)
+        found = tensors_in(result)
         for tensor in found:
-            self._see(tensor)
+            self.see(tensor)
         if func in self._beside:
             self._add("activations", self._beside[func](*args, **kwargs))
             self._add("activations", -self._beside[func](*args, **kwargs))
@@ -201,7 +215,8 @@ class Watch(TorchDispatchMode):
         self._synced = storage
         return 0.0 if tensor.is_floating_point() else 0
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def see(self, tensor: torch.Tensor) -> None:
+        """Counts the memory of a tensor from here on, unless it is counted already."""
         if tensor.is_meta:
             return
         storage = tensor.untyped_storage()
@@ -256,11 +271,8 @@ class Watch(TorchDispatchMode):
         """DTensor finds out the form of a result on fake tensors of the whole, on a worker too."""
 
         def propagate_unseen(*args: Any) -> Any:
-            before, self._sees = self._sees, False
-            try:
+            with self.unseen():
                 return propagate(*args)
-            finally:
-                self._sees = before
 
         return propagate_unseen
 
@@ -270,7 +282,7 @@ class Watch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if group is None or name == "wait_tensor":
             return
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         for tensor in given:
             self._relabel(tensor, "buckets")
         size = max((t.numel() * t.element_size() for t in (*given, *found)), default=0)
@@ -288,19 +300,20 @@ def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], 
     return lambda: setattr(owner, name, former)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def tensors_in(values: Any) -> list[Any]:
+    """Tensors among them, in lists, tuples and mappings."""
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _real(args: Any) -> bool:
     """Whether an operation is on tensors that were made outside, such as those of a mesh."""
-    found = _tensors(args)
+    found = tensors_in(args)
     return bool(found) and not any(isinstance(t, FakeTensor) or t.is_meta for t in found)
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterable[torch.Tensor]:
     """What an operation of FSDP2 writes to: `out`, or the second argument."""
-    return _tensors(kwargs["out"]) if "out" in kwargs else _tensors(args[1])
+    return tensors_in(kwargs["out"]) if "out" in kwargs else tensors_in(args[1])
 
 
 def _group_of(args: Any, groups: Mapping[str, str]) -> str | None:

@@ -18,7 +18,9 @@ import os
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,9 @@ log = logging.getLogger(__name__)
 Compile = Literal["off", "on", "require"]
 """See `TrainConfig.compile`."""
 
+Backend = str | Callable[..., Any]
+"""One of torch.compile's."""
+
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """Names the directory of what torch.compile has made."""
 
@@ -44,7 +49,7 @@ def compile_blocks(
     *,
     required: bool,
     budget: float | None = None,
-    backend: str | Callable[..., Any] = "inductor",
+    backend: Backend = "inductor",
 ) -> None:
     """Has blocks compile themselves in their first call. In place, after recomputation, before
     FSDP2.
@@ -59,8 +64,6 @@ def compile_blocks(
     """
     global _most_graphs
     _most_graphs += 4 * len(blocks)
-    if budget is not None:
-        backend = _Budgeted(backend=backend, budget=budget)
     for name in blocks:
         block: Any = model.get_submodule(name)
         block.forward = compile_function(
@@ -68,6 +71,7 @@ def compile_blocks(
             block.forward,
             required=required,
             wanted=partial(_trains, block),
+            budget=budget,
             backend=backend,
         )
 
@@ -79,7 +83,8 @@ def compile_function(
     required: bool,
     wanted: Callable[[], bool] = torch.is_grad_enabled,
     dynamic: bool = False,
-    backend: str | Callable[..., Any] = "inductor",
+    budget: float | None = None,
+    backend: Backend = "inductor",
 ) -> Callable[..., Any]:
     """A function of tensors that compiles itself, whole, in its first call where it is wanted.
 
@@ -89,9 +94,32 @@ def compile_function(
         required: where it cannot be compiled it raises, where it would fall back.
         wanted: whether a call is for the compiled one.
         dynamic: one graph for all sizes: of a function whose numbers do not depend on them.
+        budget: see `compile_blocks`.
         backend: torch.compile's.
     """
-    return _Compiled(name, function, wanted, required=required, dynamic=dynamic, backend=backend)
+    return _Compiled(
+        name,
+        function,
+        wanted,
+        required=required,
+        dynamic=dynamic,
+        budget=budget,
+        backend=backend,
+    )
+
+
+_instead: ContextVar[Callable[..., Any] | None] = ContextVar("instead", default=None)
+
+
+@contextmanager
+def compiled_by(backend: Callable[..., Any]) -> Iterator[None]:
+    """In the block, what compiles itself does so by another backend, whatever has been compiled
+    before: a dry run's, which makes no code."""
+    token = _instead.set(backend)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
 
 
 def _trains(block: nn.Module) -> bool:
@@ -130,7 +158,7 @@ class _Budgeted:
     Source: PyTorch blog, "Current and New Activation Checkpointing Techniques in PyTorch", 2025.
     """
 
-    backend: str | Callable[..., Any]
+    backend: Backend
     budget: float
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -154,11 +182,12 @@ class _Compiled:
         *,
         required: bool,
         dynamic: bool,
-        backend: str | Callable[..., Any],
+        budget: float | None,
+        backend: Backend,
     ) -> None:
         self._name, self._wanted, self._required = name, wanted, required
-        self._plain = plain
-        self._compiled = torch.compile(plain, fullgraph=True, dynamic=dynamic, backend=backend)
+        self._plain, self._dynamic, self._budget = plain, dynamic, budget
+        self._compiled = self._by(backend)
         self._works: bool | None = None
         """None before the first call."""
 
@@ -167,7 +196,7 @@ class _Compiled:
             return self._plain(*args, **kwargs)
         _raise_limits()
         try:
-            result = self._compiled(*args, **kwargs)
+            result = self._now()(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
             raise self._refusal(error) from error
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
@@ -179,6 +208,16 @@ class _Compiled:
             return self._plain(*args, **kwargs)
         self._works = True
         return result
+
+    def _by(self, backend: Backend) -> Callable[..., Any]:
+        if self._budget is not None:
+            backend = _Budgeted(backend=backend, budget=self._budget)
+        return torch.compile(self._plain, fullgraph=True, dynamic=self._dynamic, backend=backend)
+
+    def _now(self) -> Callable[..., Any]:
+        """What to call: see `compiled_by`. What has been made so is found again by torch."""
+        instead = _instead.get()
+        return self._compiled if instead is None else self._by(instead)
 
     def _refusal(self, error: Exception) -> CompileError:
         return CompileError(self._name, str(error).strip().partition("\n")[0])
