@@ -71,6 +71,10 @@ _WAITS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defau
 """Operations that the host waits for."""
 
 
+_WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
+"""Returns what it is given; on fake tensors torch makes another one."""
+
+
 class Call(NamedTuple):
     """What collectives are counted by."""
 
@@ -174,6 +178,8 @@ class Watch(TorchDispatchMode):
                 self._wait_for(args[0])
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
+        if func is _WAIT_TENSOR:
+            return args[0]
         if func in COMPOSED:
             with self._again():
                 return COMPOSED[func](*args, **kwargs)
@@ -280,7 +286,7 @@ class Watch(TorchDispatchMode):
         """Counts a collective of c10d."""
         group = _group_of(args, self.groups)
         name = func.overloadpacket.__name__
-        if group is None or name == "wait_tensor":
+        if group is None:
             return
         given = tensors_in((args, kwargs))
         for tensor in given:
