@@ -4,8 +4,8 @@ A small Llama takes the same steps of random text on the CPU for each of them, t
 own loop, one worker, one thread. `peak_mb` is the most that the last of the steps has had of the
 allocator at once, beside what stood before it (parameters, moments, the lane's gradient): by the
 events of torch's profiler, which knows nothing of how a dry run counts. `foretold_mb` is what a dry
-run says of the same; it does not know compiled blocks. `loss_difference` and `norm_difference`,
-of the gradient's norm, are relative to the plain run, the largest of all steps.
+run says of the same. `loss_difference` and `norm_difference`, of the gradient's norm, are relative
+to the plain run, the largest of all steps.
 
 The exit status is 1 where a loss or a norm differs by more than `TOLERANCE`.
 """
@@ -99,7 +99,7 @@ def measure(train: TrainConfig, steps: int) -> tuple[dict[str, Any], list[Commit
     leave_replica_group()
     return {
         "peak_mb": round(peak_of(seen) / 1e6, 1),
-        "foretold_mb": None if train.compile != "off" else foretold_mb(train),
+        "foretold_mb": foretold_mb(train),
     }, commits
 
 

@@ -24,7 +24,8 @@ from trainer.dryrun.watch import Watch, tensors_in
 _aten = torch.ops.aten
 _INLINED = {
     _aten.arange, _aten.cat, _aten.constant_pad_nd, _aten.embedding, _aten.full, _aten.gather,
-    _aten.index, _aten.index_select, _aten.select_scatter, _aten.slice_scatter, torch.ops.prims.iota,
+    _aten.index, _aten.index_select, _aten.select_scatter, _aten.slice_scatter,
+    torch.ops.prims.iota,
 }  # fmt: skip
 """Go into one kernel with others, and have no tag that says so."""
 
@@ -35,9 +36,9 @@ _WITH_STATE = torch.ops.higher_order.run_with_rng_state
 
 def make_backend() -> Callable[..., Any]:
     """One for a dry run: graphs have fake tensors of its own."""
-    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.compile_fx import select_decomp_table
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
 
     divide = partial(min_cut_rematerialization_partition, compiler="inductor")
     backend: Callable[..., Any] = aot_autograd(
@@ -92,10 +93,16 @@ class _Kernels(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _write(self, tensor: Any) -> None:
-        """Counts a result that is in memory from here on."""
-        for source in tensor.__dict__.pop("reads", ()):
-            if source.untyped_storage()._cdata == tensor.untyped_storage()._cdata:  # it is a view
+        """Counts a result that is in memory from here on. It takes the place of one of its size
+        that nobody else reads; the others are let go of when it is there."""
+        place = tensor.untyped_storage()
+        sources: list[Any] = tensor.__dict__.pop("reads", [])
+        for source in sources:
+            if source.untyped_storage()._cdata == place._cdata:  # it is a view
                 self._write(source)
+        sizes = [source.untyped_storage().nbytes() for source in sources]
+        if place.nbytes() in sizes:
+            del sources[sizes.index(place.nbytes())]
         self._watch.see(tensor)
 
 

@@ -2,7 +2,7 @@
 
 Attention in forward keeps the same on both: its output, and one float32 for each head and token. A
 fused AdamW takes nothing on either. A composed operation (a norm, a rotation) is run as what it is
-composed of, as nothing is compiled.
+composed of. What is compiled is counted by `fused`.
 """
 
 from __future__ import annotations

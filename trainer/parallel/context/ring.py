@@ -150,7 +150,7 @@ def backward(
     """Gradients of query, key and value. All workers of the ring call it together."""
     place, kernel = _rings[ring], kernel_of(query)
     grad = grad.contiguous()
-    of_query = torch.zeros_like(query, dtype=torch.float32)
+    of_query = query.new_zeros(query.shape, dtype=torch.float32)  # contiguous, as is said below
     held = _packed(key, value) if place.workers > 1 else None
     of_held: _Passing | None = None
     k, v = key, value

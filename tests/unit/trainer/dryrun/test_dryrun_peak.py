@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -88,11 +89,54 @@ LAYOUTS = {
     ),
     "GPT-2": (of_text("gpt2", {**GPT2, "bos_token_id": None, "eos_token_id": None}), 1),
     "a mixture of experts": (of_text("mixtral", EXPERTS, precision="bfloat16"), 1),
+    "compiled": (small_train(compile="require", global_batch=16), 1),
+    "compiled, every 2nd recomputed": (
+        small_train(compile="require", recompute=2, global_batch=16),
+        1,
+    ),
+    "compiled, half kept": (small_train(compile="require", recompute=0.5, global_batch=16), 1),
+    "compiled, tied, chunked head": (small_train(compile="require", tied=True, loss_chunk=64), 1),
+    "compiled, bfloat16, selective": (
+        small_train(
+            compile="require", precision="bfloat16", recompute="selective", global_batch=16
+        ),
+        1,
+    ),
+    "compiled, shard 2, two replicas": (
+        small_train(
+            compile="require",
+            precision="bfloat16",
+            shard=2,
+            lanes=4,
+            global_batch=32,
+            micro_batch=4,
+        ),
+        2,
+    ),
+    "compiled, tensor 2": (small_train(compile="require", tensor=2, global_batch=16), 1),
+    "compiled, context 2": (
+        small_train(compile="require", parallel=ParallelConfig(context=2), global_batch=16),
+        1,
+    ),
+    "compiled, GPT-2": (
+        of_text(
+            "gpt2",
+            {**GPT2, "bos_token_id": None, "eos_token_id": None},
+            compile="require",
+            global_batch=16,
+        ),
+        1,
+    ),
+    "compiled, a mixture of experts": (
+        of_text("mixtral", EXPERTS, precision="bfloat16", compile="on"),
+        1,
+    ),
     "a task of one's own": (TrainConfig(task=PICTURES, steps=10, global_batch=256, lanes=1), 1),
 }
 TELLING = (
     *("tensor 2", "context 2", "bfloat16 masters, gathered ahead"),
     *("GPT-2", "a mixture of experts", "a task of one's own"),
+    "compiled, context 2",
 )
 """Layouts that have most of what the others have, and other models than the Llama."""
 
@@ -106,6 +150,8 @@ TELLING = (
     ids=LAYOUTS,
 )
 def test_the_peak_is_the_allocators(train: TrainConfig, replicas: int) -> None:
+    if train.compile != "off" and shutil.which("g++") is None:
+        pytest.skip("inductor needs g++ on a CPU")
     foretold = dry_run(train, replicas=replicas, device="cpu").peak_bytes
     measured = measured_peak(train, replicas=replicas)
     assert foretold == pytest.approx(measured, rel=0.1)

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.parallel.context import ring as rings
 from trainer.parallel.context.kernels import CudaKernel, Piece
-from trainer.parallel.context.ring import Ring, ring_attention
+from trainer.parallel.context.ring import Ring, ring_attention, ring_attention_backward
 
 TOKENS, SIZE = 16, 8
 
@@ -52,11 +52,20 @@ def test_it_is_attention_with_a_mask(
         assert ((ours.double() - theirs).norm() / theirs.norm()).item() < bound
 
 
-def test_compilation_and_recomputation_take_it_as_a_whole() -> None:
-    """Its parts are seen by nobody; forms, strides and gradients are checked by torch."""
-    ring = Ring()
-    arguments = (*inputs(torch.float32), 0.5, ring.key)
-    torch.library.opcheck(ring_attention, arguments, test_utils=("test_schema", "test_faketensor"))
+@pytest.mark.parametrize("heads_last", [False, True])
+def test_compilation_and_recomputation_take_it_as_a_whole(heads_last: bool) -> None:
+    """Its parts are seen by nobody; forms, strides and gradients are checked by torch. A compiler
+    may have the heads of each token beside each other in memory."""
+    ring, given = Ring(), [x.detach() for x in inputs(torch.float32)]
+    if heads_last:
+        given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    query, key, value = (x.requires_grad_() for x in given)
+    arguments = (query, key, value, 0.5, ring.key)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ring_attention, arguments, test_utils=checks)
+    out, lse = (x.detach() for x in ring_attention(*arguments))
+    backward = (torch.ones_like(out), *(x.detach() for x in given), out, lse, 0.5, ring.key)
+    torch.library.opcheck(ring_attention_backward, backward, test_utils=checks)
 
 
 def test_a_ring_ends_with_its_model() -> None:
