@@ -142,9 +142,13 @@ def join(address: str | None) -> None:
     import ray
     from ray.exceptions import RayError
 
+    from elastic.ray_compat.cluster import warn_of_silence
+
     field, named = "--address", address
     if address is None and "RAY_ADDRESS" in os.environ:
         field, named = "RAY_ADDRESS", os.environ["RAY_ADDRESS"]
+    if address is None:
+        warn_of_silence()
     try:
         ray.init(
             address or "auto",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import ray
 from ray import _raylet
 from ray._private import services, worker
+from ray._private import utils as ray_utils
 from ray._private.state import available_resources_per_node, state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -24,6 +27,9 @@ NAMESPACE = "elastic"
 
 _GCS_TIMEOUT_S = 30.0
 
+_ANSWER_S = 2.0
+"""For a connection to a cluster's head."""
+
 _Args = ParamSpec("_Args")
 _Actor = TypeVar("_Actor")
 _Answer = TypeVar("_Answer")
@@ -32,7 +38,28 @@ _Answer = TypeVar("_Answer")
 def connect() -> None:
     """Joins the cluster, or starts one here, unless this process has done so."""
     if not ray.is_initialized():
+        warn_of_silence()
         ray.init()
+
+
+def warn_of_silence() -> None:
+    """Says which cluster Ray is about to wait for, for minutes, where nobody answers at the address
+    that the last one on this machine has left. It may be starting anew, so nothing is refused."""
+    there: Any = ray_utils
+    address = None if os.environ.get("RAY_ADDRESS") else there.read_ray_address()
+    if address is None:
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        log.warning(
+            "waiting for the Ray cluster at %s, which does not answer (%s). Its address is in "
+            "%s: if it has ended, remove that file, or name another one by RAY_ADDRESS",
+            address,
+            error,
+            there.get_ray_address_file(None),
+        )
 
 
 def would_start_one() -> bool:
