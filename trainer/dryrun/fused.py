@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,8 +34,9 @@ _SAVING_STATE = torch.ops.higher_order.run_and_save_rng_state
 _WITH_STATE = torch.ops.higher_order.run_with_rng_state
 
 
+@cache
 def make_backend() -> Callable[..., Any]:
-    """One for a dry run: graphs have fake tensors of its own."""
+    """One for all dry runs of a process."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -76,7 +77,8 @@ class _Kernels(torch.fx.Interpreter):
             with self._watch.unseen():
                 result = super().run_node(n)
             for tensor in tensors_in(result):
-                tensor.reads = [other for other in read if other is not tensor]
+                if all(tensor is not other for other in read):  # else it was written to
+                    tensor.reads = read
             return result
         for tensor in read:
             self._write(tensor)

@@ -14,7 +14,6 @@ from trainer.dryrun.rank import dry_run
 from trainer.dryrun.report import Report
 from trainer.dryrun.shape import prepare_shape
 from trainer.engine.build import build_model, family_of_task
-from trainer.errors import ConfigError
 from trainer.tasks.task import PreparedTask
 
 
@@ -52,9 +51,10 @@ class Judge:
 
     def nearest(self, train: TrainConfig, replicas: int) -> Change | None:
         """The first change that fits, by a dry run of each; None where none does. One that does not
-        go with the model, or with the strategy that is wanted, is passed over."""
+        go with the model, or with the strategy that is wanted, is passed over, and so is one that
+        cannot be tried dry."""
         for change in plan_changes(train, replicas, blocks=self._has_blocks(train)):
-            with suppress(ConfigError):
+            with suppress(Exception):  # of torch, and of a compiler
                 change.train.parallel.layout(change.replicas)
                 if self.judge(change.train, change.replicas).fits:
                     return change

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
 from trainer.models.family import ModelFamily, family_of
+
+if TYPE_CHECKING:
+    from trainer.config import TrainConfig
 
 SUPPORTED_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"})
 """Entries of a transformers tensor-parallel plan that `parallel/tensor.py` carries out."""
@@ -39,6 +42,33 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
                 f"it does not divide {name} = {size}",
                 f"Use a divisor of {size}, or change {name}",
             )
+
+
+def check_compiled_tensor(train: TrainConfig) -> None:
+    """Checks that torch can compile blocks that tensor ranks share.
+
+    Where a graph takes their mesh as an input (torch 2.13; 2.11 writes it into the graph), a block
+    that is computed again whole in backward saves the mesh, and behind it the state of random
+    numbers of its attention: autograd takes what is in between for a tensor.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    whole = not (train.recompute in (None, "selective") or isinstance(train.recompute, float))
+    if train.compile == "off" or train.parallel.tensor == 1 or not whole:
+        return
+    import torch._functorch.config
+
+    from trainer.parallel.compiled import MESHES_IN_GRAPHS
+
+    if hasattr(torch._functorch.config, MESHES_IN_GRAPHS):
+        raise ConfigError(
+            "train.recompute",
+            train.recompute,
+            f"torch {torch.__version__} cannot compile blocks that are computed again whole and "
+            f"shared by {train.parallel.tensor} tensor ranks",
+            "Use 'selective', a fraction such as 0.5, or train.compile = 'off'",
+        )
 
 
 def check_same_blocks(config: Mapping[str, Any], degree: int) -> None:

@@ -21,9 +21,10 @@ import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -41,6 +42,11 @@ Backend = str | Callable[..., Any]
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """Names the directory of what torch.compile has made."""
+
+
+MESHES_IN_GRAPHS = "unsafe_treat_script_objects_as_zero_size"
+"""A setting of torch's that has come with graphs which take the mesh of tensor ranks as an input.
+Its partition counts them as memory, which fails without it."""
 
 
 def compile_blocks(
@@ -108,18 +114,29 @@ def compile_function(
     )
 
 
-_instead: ContextVar[Callable[..., Any] | None] = ContextVar("instead", default=None)
+@dataclass(frozen=True, kw_only=True)
+class _Instead:
+    """Another backend, and the code that it has compiled."""
+
+    backend: Callable[..., Any]
+    codes: set[CodeType] = field(default_factory=set)
+
+
+_instead: ContextVar[_Instead | None] = ContextVar("instead", default=None)
 
 
 @contextmanager
 def compiled_by(backend: Callable[..., Any]) -> Iterator[None]:
     """In the block, what compiles itself does so by another backend, whatever has been compiled
-    before: a dry run's, which makes no code."""
-    token = _instead.set(backend)
+    before: a dry run's, which makes no code. What it has made is gone afterwards."""
+    instead = _Instead(backend=backend)
+    token = _instead.set(instead)
     try:
         yield
     finally:
         _instead.reset(token)
+        for code in instead.codes:
+            torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def _trains(block: nn.Module) -> bool:
@@ -166,7 +183,10 @@ class _Budgeted:
         from torch._dynamo.backends.registry import lookup_backend
 
         settings: Any = torch._functorch.config
-        with settings.patch(activation_memory_budget=self.budget):
+        patched: dict[str, Any] = {"activation_memory_budget": self.budget}
+        if hasattr(settings, MESHES_IN_GRAPHS):
+            patched[MESHES_IN_GRAPHS] = True  # the only objects there, and no memory
+        with settings.patch(patched):
             return lookup_backend(self.backend)(graph, inputs)
 
 
@@ -188,6 +208,7 @@ class _Compiled:
         self._name, self._wanted, self._required = name, wanted, required
         self._plain, self._dynamic, self._budget = plain, dynamic, budget
         self._compiled = self._by(backend)
+        self._other: tuple[Backend | None, Callable[..., Any]] = (None, self._compiled)
         self._works: bool | None = None
         """None before the first call."""
 
@@ -215,12 +236,27 @@ class _Compiled:
         return torch.compile(self._plain, fullgraph=True, dynamic=self._dynamic, backend=backend)
 
     def _now(self) -> Callable[..., Any]:
-        """What to call: see `compiled_by`. What has been made so is found again by torch."""
+        """What to call; see `compiled_by`."""
         instead = _instead.get()
-        return self._compiled if instead is None else self._by(instead)
+        if instead is None:
+            return self._compiled
+        backend, compiled = self._other
+        if backend is not instead.backend:
+            compiled = self._by(instead.backend)
+            self._other = instead.backend, compiled
+        instead.codes.add(_code_of(self._plain))
+        return compiled
 
     def _refusal(self, error: Exception) -> CompileError:
         return CompileError(self._name, str(error).strip().partition("\n")[0])
+
+
+def _code_of(function: Any) -> CodeType:
+    """What torch keeps a function's graphs with."""
+    while isinstance(function, partial):
+        function = function.func
+    code: CodeType = function.__code__
+    return code
 
 
 def keep_compiled(environment: MutableMapping[str, str], threads: int) -> None:

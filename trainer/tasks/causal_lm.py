@@ -15,7 +15,11 @@ from trainer.errors import ConfigError, TrainerError, check_types
 from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
 from trainer.models.hf import ModelConfig, check_positions, one_text_each, text_configuration
-from trainer.parallel.check import check_same_blocks, check_tensor_parallel
+from trainer.parallel.check import (
+    check_compiled_tensor,
+    check_same_blocks,
+    check_tensor_parallel,
+)
 from trainer.parallel.context.precision import check_kernel
 from trainer.parallel.context.trial import check_ring
 
@@ -150,6 +154,7 @@ class CausalLM:
         model = family.build_on_meta(config)
         parallel = train.parallel
         check_tensor_parallel(config, model, parallel.tensor, self.seq_len // parallel.context)
+        check_compiled_tensor(train)
         check_same_blocks(config, parallel.dims.fsdp)
         if self.texts == "apart" or parallel.context > 1:
             check_ring(config, parallel.context)

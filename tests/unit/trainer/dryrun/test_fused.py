@@ -24,11 +24,9 @@ MATRIX = N * N * 4
 @contextmanager
 def watched() -> Iterator[Watch]:
     """On fake tensors, with what compiles itself counted."""
-    torch._dynamo.reset()
     watch = Watch()
     with compiled_by(make_backend()), FakeTensorMode(), watch:
         yield watch
-    torch._dynamo.reset()
 
 
 def taken(function: Callable[..., Any], *shapes: tuple[int, ...]) -> int:
@@ -110,6 +108,21 @@ def test_what_cannot_be_compiled_is_counted_as_it_is(caplog: pytest.LogCaptureFi
         compiled(torch.empty(N, N))
     assert "not compiled, on any worker: block 3" in caplog.text
     assert sum(watch.peak.values()) == 3 * MATRIX
+
+
+def test_nothing_that_was_counted_stays_with_the_code() -> None:
+    """The process may compile the same code in earnest."""
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    compiled = compile_function("it", double, required=True, backend="eager")
+    with watched():
+        compiled(torch.empty(N))
+        kept = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(double.__code__)
+        assert len(kept) == 1
+    assert not torch._C._dynamo.eval_frame._debug_get_cache_entry_list(double.__code__)
+    assert torch.equal(compiled(torch.ones(N)), torch.full((N,), 2.0))
 
 
 def test_a_wait_for_a_collective_takes_nothing() -> None:
