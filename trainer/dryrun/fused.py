@@ -29,7 +29,6 @@ _INLINED = {
 }  # fmt: skip
 """Go into one kernel with others, and have no tag that says so."""
 
-
 _SAVING_STATE = torch.ops.higher_order.run_and_save_rng_state
 _WITH_STATE = torch.ops.higher_order.run_with_rng_state
 
@@ -78,7 +77,7 @@ class _Kernels(torch.fx.Interpreter):
                 result = super().run_node(n)
             for tensor in tensors_in(result):
                 if all(tensor is not other for other in read):  # else it was written to
-                    tensor.reads = read
+                    tensor.reads = list(read)
             return result
         for tensor in read:
             self._write(tensor)

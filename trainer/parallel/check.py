@@ -9,7 +9,8 @@ from trainer.errors import ConfigError
 from trainer.models.family import ModelFamily, family_of
 
 if TYPE_CHECKING:
-    from trainer.config import TrainConfig
+    from trainer.parallel.compiled import Compile
+    from trainer.parallel.recompute import Recompute
 
 SUPPORTED_STYLES = frozenset({"colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"})
 """Entries of a transformers tensor-parallel plan that `parallel/tensor.py` carries out."""
@@ -44,18 +45,25 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
             )
 
 
-def check_compiled_tensor(train: TrainConfig) -> None:
+def check_compiled_tensor(
+    compiled: Compile, recompute: Recompute | float | None, degree: int
+) -> None:
     """Checks that torch can compile blocks that tensor ranks share.
 
     Where a graph takes their mesh as an input (torch 2.13; 2.11 writes it into the graph), a block
     that is computed again whole in backward saves the mesh, and behind it the state of random
     numbers of its attention: autograd takes what is in between for a tensor.
 
+    Args:
+        compiled: whether blocks are compiled.
+        recompute: see `TrainConfig.recompute`.
+        degree: tensor ranks.
+
     Raises:
         ConfigError: it cannot.
     """
-    whole = not (train.recompute in (None, "selective") or isinstance(train.recompute, float))
-    if train.compile == "off" or train.parallel.tensor == 1 or not whole:
+    whole = not (recompute in (None, "selective") or isinstance(recompute, float))
+    if compiled == "off" or degree == 1 or not whole:
         return
     import torch._functorch.config
 
@@ -64,9 +72,9 @@ def check_compiled_tensor(train: TrainConfig) -> None:
     if hasattr(torch._functorch.config, MESHES_IN_GRAPHS):
         raise ConfigError(
             "train.recompute",
-            train.recompute,
+            recompute,
             f"torch {torch.__version__} cannot compile blocks that are computed again whole and "
-            f"shared by {train.parallel.tensor} tensor ranks",
+            f"shared by {degree} tensor ranks",
             "Use 'selective', a fraction such as 0.5, or train.compile = 'off'",
         )
 

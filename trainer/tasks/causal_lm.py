@@ -154,7 +154,7 @@ class CausalLM:
         model = family.build_on_meta(config)
         parallel = train.parallel
         check_tensor_parallel(config, model, parallel.tensor, self.seq_len // parallel.context)
-        check_compiled_tensor(train)
+        check_compiled_tensor(train.compile, train.recompute, parallel.tensor)
         check_same_blocks(config, parallel.dims.fsdp)
         if self.texts == "apart" or parallel.context > 1:
             check_ring(config, parallel.context)
