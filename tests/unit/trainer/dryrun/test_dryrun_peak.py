@@ -114,6 +114,10 @@ LAYOUTS = {
         2,
     ),
     "compiled, tensor 2": (small_train(compile="require", tensor=2, global_batch=16), 1),
+    "compiled, tensor 2, half kept": (
+        small_train(compile="require", tensor=2, recompute=0.5, global_batch=16),
+        1,
+    ),
     "compiled, context 2": (
         small_train(compile="require", parallel=ParallelConfig(context=2), global_batch=16),
         1,
