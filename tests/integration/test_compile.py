@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from checkpointing import tensors_sha256
 from tests.support.data_plane import WorkerResult, full_parameters, run_layout
 from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer, write_text
 from tests.support.watching import events_of
-from trainer.config import ParallelConfig
+from trainer.config import OffloadConfig, OptimizerConfig, ParallelConfig
+from trainer.float8.config import Float8
 from trainer.parallel.compiled import CACHE
 
 LANES, STEPS = 4, 4
@@ -48,6 +51,48 @@ def test_the_number_of_replicas_does_not_change_a_bit(
     hashes = {tensors_sha256(sorted(full_parameters([worker]).items())) for worker in workers}
     assert len(hashes) == 1
     assert hashes != {tensors_sha256(sorted(full_parameters([expected]).items()))}
+
+
+OFFLOAD = OffloadConfig(horizon=1, least_bytes=1)
+EIGHT_BITS = Float8(recipe="tensorwise", gather=True)
+NARROW = OptimizerConfig(master_dtype="bfloat16", moment_dtype="bfloat16")
+BESIDE: dict[str, dict[str, Any]] = {
+    "context": {"parallel": ParallelConfig(context=2)},
+    "context, recomputed": {"parallel": ParallelConfig(context=2), "recompute": "full"},
+    "context, half kept": {"parallel": ParallelConfig(context=2), "recompute": 0.5},
+    "context, tensor": {"parallel": ParallelConfig(context=2, tensor=2)},
+    "tensor": {"parallel": ParallelConfig(tensor=2)},
+    "tensor, half kept": {"parallel": ParallelConfig(tensor=2), "recompute": 0.5},
+    "tensor, selective": {"parallel": ParallelConfig(tensor=2), "recompute": "selective"},
+    "offload": {"offload": OFFLOAD},
+    "offload, recomputed": {"offload": OFFLOAD, "recompute": "full"},
+    "reshard": {"parallel": ParallelConfig(shard=4, reshard_after_forward=2)},
+    "8 bits": {
+        "precision": "bfloat16",
+        "parallel": ParallelConfig(shard=2),
+        "converters": (EIGHT_BITS,),
+    },
+    "narrow state": {"precision": "bfloat16", "optimizer": NARROW},
+}
+"""What else compiled blocks may have. Losses in bfloat16 are further from the plain run's."""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("texts", ["joined", "apart"])
+@pytest.mark.parametrize("changes", BESIDE.values(), ids=BESIDE)
+def test_compiled_blocks_go_with_what_else_there_is(
+    changes: dict[str, Any], texts: Literal["joined", "apart"], text: Path, tmp_path: Path
+) -> None:
+    losses = []
+    for compile in ("off", "require"):
+        train = tiny_train(text, steps=STEPS, lanes=1, compile=compile, **changes)
+        train = replace(train, task=replace(train.task, texts=texts))
+        task = train.task.prepare(train, str(tmp_path))
+        workers = run_layout(task, train, replicas=1, lanes=1)
+        assert isinstance(workers[0], WorkerResult), workers[0]
+        losses.append(workers[0].losses)
+    plain, compiled = losses
+    np.testing.assert_allclose(compiled, plain, rtol=5e-3 if "precision" in changes else 1e-6)
 
 
 @pytest.mark.soak
