@@ -56,7 +56,10 @@ def entropy(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
 
 
 PICTURES = CustomTask(build_model=make_network, loss_function=entropy, dataset=Pictures())
-GPT2 = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 4096, "n_positions": 512}
+GPT2 = {
+    **{"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 4096, "n_positions": 512},
+    **{"bos_token_id": None, "eos_token_id": None},
+}
 EXPERTS = {**SETTINGS, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 LAYOUTS = {
@@ -87,7 +90,7 @@ LAYOUTS = {
         ),
         1,
     ),
-    "GPT-2": (of_text("gpt2", {**GPT2, "bos_token_id": None, "eos_token_id": None}), 1),
+    "GPT-2": (of_text("gpt2", GPT2), 1),
     "a mixture of experts": (of_text("mixtral", EXPERTS, precision="bfloat16"), 1),
     "compiled": (small_train(compile="require", global_batch=16), 1),
     "compiled, every 2nd recomputed": (
@@ -122,15 +125,7 @@ LAYOUTS = {
         small_train(compile="require", parallel=ParallelConfig(context=2), global_batch=16),
         1,
     ),
-    "compiled, GPT-2": (
-        of_text(
-            "gpt2",
-            {**GPT2, "bos_token_id": None, "eos_token_id": None},
-            compile="require",
-            global_batch=16,
-        ),
-        1,
-    ),
+    "compiled, GPT-2": (of_text("gpt2", GPT2, compile="require", global_batch=16), 1),
     "compiled, a mixture of experts": (
         of_text("mixtral", EXPERTS, precision="bfloat16", compile="on"),
         1,
