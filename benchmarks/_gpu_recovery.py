@@ -7,9 +7,10 @@ from typing import Any
 
 from benchmarks._common import median_of
 from tests.support.fabric import GLOO, NCCL, Fabric
-from tests.support.member import Member
+from tests.support.member import LANES, Member, small_task, small_train
 from tests.support.processes import lose_itself, play
 from trainer.backend.groups import leave_replica_group
+from trainer.loop.compile_ahead import rehearse
 from trainer.loop.phases import Phase
 from trainer.replication.step_commit import Commit
 
@@ -42,8 +43,16 @@ class Killed(Member):
 
 
 def live(number: int, port: int, fabric: Fabric, ranks: int) -> None:
-    """One of them. The third has no lane until the second is killed."""
+    """One of them. The third has no lane until the second is killed. All rehearse, as workers do:
+    none loads kernels while others wait."""
     fabric.enter(number, ranks)
+    rehearse(
+        small_task(),
+        small_train(STEPS),
+        lanes=LANES,
+        max_replicas=ranks,
+        device=fabric.device,
+    )
     kind = Killed if number == KILLED else Survivor
     member = kind(fabric, port, number=number, steps=STEPS, replicas=ranks)
     lanes: list[tuple[int, ...]] = [(0,), (1,), ()]

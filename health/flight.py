@@ -49,12 +49,12 @@ def number_of(entry: _Entry) -> int:
 
 
 def has_ended(entry: _Entry) -> bool:
-    """Whether it is known that the worker waits in it no more."""
+    """Whether the worker waits in it no more."""
     return bool(entry["retired"]) or entry["state"] == "completed"
 
 
 def find_pending(trace: str) -> list[dict[str, Any]]:
-    """The collectives of a recording that are known not to have ended, the oldest first: `group`,
+    """The collectives of a recording that have not ended, the oldest first: `group`,
     `what`, its `number` in the group, and the `sizes` that went in."""
     return [
         {
@@ -64,5 +64,5 @@ def find_pending(trace: str) -> list[dict[str, Any]]:
             "sizes": one["input_sizes"],
         }
         for one in entries_of(trace)
-        if not has_ended(one) and one["retired"] is not None
+        if not has_ended(one)
     ]

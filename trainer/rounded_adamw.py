@@ -24,6 +24,13 @@ _AT_ONCE = 1 << 24
 """Numbers that are updated at once, with up to twenty bytes of memory for each meanwhile. Vector
 instructions divide it: the tail of a kernel may round otherwise."""
 
+_COMPILED_AT_ONCE = 1 << 26
+"""And where the update is compiled, which needs none of that. A call takes the host some 0.1 ms, as
+long as the device needs for 16 million numbers; `_AT_ONCE` of them would keep it waiting."""
+
+_TOGETHER = 1 << 16
+"""Parameters with fewer numbers are updated in one call, for the same reason."""
+
 _ROW = 16
 """Numbers: what Triton's vector loads need to divide a size."""
 
@@ -99,14 +106,14 @@ class RoundedAdamW(torch.optim.Optimizer):
     def _step_compiled(self, update: Callable[..., Any], group: dict[str, Any]) -> None:
         settings = self._settings(group)
         rests: list[list[torch.Tensor]] = []
-        for *numbers, _ in self._pieces(group["params"]):
+        for *numbers, _ in self._pieces(group["params"], _COMPILED_AT_ONCE):
             size = numbers[0].numel()
-            end = size // _ROW * _ROW if size >= _LEAST else 0
+            end = size // _ROW * _ROW if size >= _TOGETHER else 0
             if end:
                 update(*(_rows(tensor[:end]) for tensor in numbers), *settings)
             if end < size:
                 rests.append([tensor[end:] for tensor in numbers])
-        if rests:  # there may be hundreds, and each kernel costs the host its launch
+        if rests:
             columns = [list(column) for column in zip(*rests, strict=True)]
             padded = [_padded(column) for column in columns]
             update(*map(_rows, padded), *settings)
@@ -134,14 +141,14 @@ class RoundedAdamW(torch.optim.Optimizer):
         for moment in MOMENTS:
             state[moment] = torch.zeros_like(param, dtype=self._moment_dtype)
 
-    def _pieces(self, params: list[nn.Parameter]) -> Iterator[Piece]:
-        """All numbers, each piece of one parameter, with `_AT_ONCE` of them at most. A kernel that
-        is compiled takes a copy of a gradient that does not begin at a multiple of 16 bytes."""
+    def _pieces(self, params: list[nn.Parameter], most: int) -> Iterator[Piece]:
+        """All numbers, each piece of one parameter, with `most` of them at most. A kernel that is
+        compiled takes a copy of a gradient that does not begin at a multiple of 16 bytes."""
         for param in params:
             assert param.grad is not None
             state = self.state[param]
             whole = (param, param.grad, *(state[moment] for moment in MOMENTS))
-            for piece in zip(*(t.view(-1).split(_AT_ONCE) for t in whole), strict=True):
+            for piece in zip(*(t.view(-1).split(most) for t in whole), strict=True):
                 if piece[0].numel():
                     yield (*piece, state["step"])
 
@@ -149,7 +156,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         """All numbers, `_AT_ONCE` of them at most in each."""
         batch: list[Piece] = []
         room = _AT_ONCE
-        for piece in self._pieces(params):
+        for piece in self._pieces(params, _AT_ONCE):
             if piece[0].numel() > room:
                 yield batch
                 batch, room = [], _AT_ONCE

@@ -19,3 +19,10 @@ def stream_for(work: str, device: torch.device) -> Any:
     """The stream of a kind of work, always the same. On a CPU, where all is done at once, one that
     does nothing."""
     return torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
+
+
+def timed_mark() -> Any:
+    """The moment that CUDA's current stream reaches what is queued next, to be told from others."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

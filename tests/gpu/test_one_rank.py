@@ -11,21 +11,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 from checkpointing import Attempt, Keys, Reader, commit, open_store, write_shared
-from health.flight import entries_of
+from health.flight import entries_of, has_ended
 from tests.support.data_plane import Run, make_engine, run_in_turn, train_at
 from tests.support.fabric import GLOO, NCCL, Fabric, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import LANES, small_task, small_train
 from tests.support.tiny import tiny_train, write_text
 from trainer.backend.aside import GLOO as GLOO_ASIDE
+from trainer.backend.flight_recorder import read_flight_recorder
 from trainer.backend.groups import (
     abort_groups,
     check_replica_group,
@@ -99,32 +98,43 @@ def fill_the_launch_queue(numbers: torch.Tensor) -> None:
         numbers.add_(1)
 
 
+def give_memory_back(numbers: torch.Tensor) -> None:
+    """To the device, which first does all that it was given."""
+    del numbers
+    torch.cuda.empty_cache()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("meanwhile", [let_wait, fill_the_launch_queue])
+@pytest.mark.parametrize("meanwhile", [let_wait, fill_the_launch_queue, give_memory_back])
 def test_nccl_s_recording_is_read_while_the_device_is_busy(
     meet: Rendezvous, meanwhile: Callable[[torch.Tensor], None]
 ) -> None:
-    """And another thread is in a call of CUDA's. Then `read_flight_recorder` may read it."""
-    make_replica_group(meet, "replica/7", rank=0, dims=ParallelDims(), device="cuda")
+    """And another thread is in a call of CUDA's."""
+    prefix = f"replica/{meanwhile.__name__}"  # what others have begun before is recorded, too
+    make_replica_group(meet, prefix, rank=0, dims=ParallelDims(), device="cuda")
     numbers = torch.zeros(1237, device=torch_device("cuda"))
+    spare = torch.empty(1 << 28, dtype=torch.uint8, device=numbers.device)
     dist.all_reduce(numbers)
     numbers.tolist()
+    del spare
     torch.cuda._sleep(4_000_000_000)  # two seconds
     dist.all_reduce(numbers)
     waits = threading.Thread(target=meanwhile, args=(numbers,))
     waits.start()
     waits.join(0.3)
     assert waits.is_alive(), "nothing waits for the device"
-    c10d: Any = _distributed_c10d
     begun_s = time.monotonic()
-    recorded = c10d._dump_nccl_trace_json(True, False)
+    recorded = read_flight_recorder("cuda")
     took_s = time.monotonic() - begun_s
     assert not torch.cuda.current_stream().query(), "the device has not been busy for long enough"
     waits.join()
     assert took_s < 0.2
-    mine = [one for one in entries_of(recorded.decode()) if one["input_sizes"] == [[1237]]]
-    assert [one["profiling_name"] for one in mine] == ["nccl:all_reduce"] * 2
-    assert mine[0]["process_group"][1] == "the replica replica/7"
+    of_all = entries_of(recorded.decode())
+    mine = [one for one in of_all if one["process_group"][1] == f"the replica {prefix}"]
+    assert [(one["profiling_name"], has_ended(one)) for one in mine] == [
+        ("nccl:all_reduce", True),
+        ("nccl:all_reduce", False),
+    ]
 
 
 SYNCHRONIZED = "called a synchronizing CUDA operation"

@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from health.absence import find_absences
+from health.flight import find_pending
 from tests.support.fabric import GLOO, GLOO_ON_CUDA, NCCL, Fabric, FabricGroup, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
 from tests.support.member import Member, end_groups_at_the_call
 from tests.support.processes import PATIENCE, TIMEOUT_S, lose_itself, play
+from trainer.backend.flight_recorder import read_flight_recorder
 from trainer.backend.groups import (
     check_replica_group,
     leave_replica_group,
@@ -77,6 +80,50 @@ def add_up(rank: int, port: int, fabric: Fabric) -> None:
 def test_both_ranks_get_the_sum_of_all_lanes_in_the_order_of_the_tree(fabric: Fabric) -> None:
     store = play(add_up, fabric, processes=2)
     assert store.check(["added up 0", "added up 1"])
+
+
+# -- a peer does not arrive -----------------------------------------------------------------------
+
+
+def wait_for_a_peer(rank: int, port: int, fabric: Fabric) -> None:
+    """Rank 0 waits in a sum of the third step, which rank 1 does not begin."""
+    fabric.enter(rank, 2)
+    meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=TIMEOUT_S)
+    called: list[str] = []
+    cross = FabricGroup(
+        fabric,
+        meet,
+        "cross/7",
+        lanes=[(0,), (1,)],
+        total_lanes=2,
+        rank=rank,
+        leave_now=lambda: bool(called),
+    )
+    numbers = torch.ones(3, device=torch_device(fabric.device))
+    for _ in range(2):
+        cross.sum(numbers)
+    if rank == 0:
+        cross.start(lambda group: group.allreduce([numbers]), numbers)
+    store = dist.TCPStore("127.0.0.1", port)
+    store.set(f"begun {rank}", "")
+    store.wait(["begun 0", "begun 1"], PATIENCE)
+    store.set(f"recording {rank}", read_flight_recorder(fabric.group_device).decode())
+    store.wait(["recording 0", "recording 1"], PATIENCE)
+    called.append("fault")
+    cross.close()
+
+
+@on(GLOO, NCCL)
+def test_recordings_tell_who_has_not_arrived(fabric: Fabric) -> None:
+    store = play(wait_for_a_peer, fabric, processes=2)
+    recordings = {f"w{rank}": store.get(f"recording {rank}").decode() for rank in range(2)}
+    before = 4 if fabric.backend == "nccl" else 0  # those that connect
+    (absence,) = find_absences(recordings, {"cross/7": ("w0", "w1")})
+    assert str(absence) == (
+        f"w1 has not begun all_reduce {before + 3} of the group across replicas, in which w0 waits"
+    )
+    pending = [one for one in find_pending(recordings["w0"]) if "cross/7" in one["group"]]
+    assert [one["sizes"] for one in pending] == [[[3]]]
 
 
 # -- a peer of another replica dies ---------------------------------------------------------------

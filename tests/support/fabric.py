@@ -24,7 +24,7 @@ import torch
 
 from trainer.backend.groups import Device
 from trainer.backend.rendezvous import Rendezvous
-from trainer.replication.replicas import CrossGroup, Flight
+from trainer.replication.replicas import CrossGroup
 
 _HELD_UP_CYCLES = 100_000_000
 """Some 50 ms of an H100."""
@@ -80,11 +80,9 @@ class FabricGroup(CrossGroup):
     def _join(self, rendezvous: Rendezvous, prefix: str, device: Device) -> None:
         super()._join(rendezvous, prefix, self._fabric.group_device)
 
-    def may_follow(self, flight: Flight) -> bool:
-        """On Gloo the host waits, wherever the tensors are."""
-        if self._fabric.backend == "gloo":
-            return bool(flight.work.is_completed())
-        return super().may_follow(flight)
+    @property
+    def _on_nccl(self) -> bool:
+        return self._fabric.backend == "nccl"
 
 
 def check_fork() -> None:

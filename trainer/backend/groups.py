@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ stands the prefix that these met under, as after the names of a mesh's dimension
 
 _abandoning = threading.Lock()
 _abandoned: list[tuple[Any, list[Any]]] = []
-"""Groups and works left mid-collective: dropping the last reference can block until their
+"""Groups and flights left mid-collective: dropping the last reference can block until their
 timeout."""
 
 _meshes: list[DeviceMesh] = []
@@ -254,53 +254,13 @@ def _count_collectives() -> int:
         return 0
 
 
-def _mesh_backends() -> dict[Any, Any]:
-    """Those of the replica's meshes, each once, with a group that it is of."""
+def _mesh_backends() -> set[Any]:
+    """Those of the replica's meshes, each once."""
     return {
-        group._get_backend(torch.device(mesh.device_type)): group
+        group._get_backend(torch.device(mesh.device_type))
         for mesh in _meshes
         for group in mesh.get_all_groups()
     }
-
-
-class Begun(NamedTuple):
-    """What a worker has done in one of its groups."""
-
-    group: str
-    """Its name: the same on all its workers."""
-    description: str
-    """What it is, and the prefix that its workers have met under."""
-    collectives: int
-    """That it has begun there."""
-
-
-def begun_in_each_group() -> list[Begun]:
-    """Of the replica's groups and, on NCCL, those across replicas. Called from any thread. c10d
-    keeps these numbers: no device is asked. Nothing while the replica's groups are made or left."""
-    if not _ending.acquire(blocking=False):
-        return []
-    try:
-        return _begun_in_each()  # which refers to no group any more when the lock is released
-    except (RuntimeError, AssertionError):  # in the making
-        return []
-    finally:
-        _ending.release()
-
-
-def _begun_in_each() -> list[Begun]:
-    of_replica = _mesh_backends()
-    for mesh in _meshes:
-        whole: Any = dist.group.WORLD
-        of_replica[whole._get_backend(torch.device(mesh.device_type))] = whole
-    across = [(group, group.options.group_name) for group in tuple(_cross_groups)]
-    return [
-        *(_begun(each, of.group_name, of.group_desc) for each, of in of_replica.items()),
-        *(_begun(group, CROSS, description) for group, description in across),
-    ]
-
-
-def _begun(backend: Any, name: str, description: str) -> Begun:
-    return Begun(name, description, backend._get_sequence_number_for_group())
 
 
 def leave_replica_group() -> None:
@@ -346,7 +306,8 @@ def make_cross_groups(
 
         def make() -> list[Any]:
             groups = []
-            if not aborts.wait_for_ends(rendezvous.timeout_s / 2):  # told before others time out
+            # Told before others time out.
+            if not _alone() and not aborts.wait_for_ends(rendezvous.timeout_s / 2):
                 raise GroupError("NCCL has not ended this worker's former groups")
             _check_wanted(given_up)
             with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
@@ -366,6 +327,13 @@ def make_cross_groups(
             for group in tuple(_cross_groups):  # that which is in the making: others were abandoned
                 _give_up(group)
             raise
+
+
+def _alone() -> bool:
+    """Whether this worker is all of its replica. Then no kernels of its device wait for others but
+    those of one group across replicas at a time, which all launch in one order: an abort that holds
+    up a launch until some of these have ended closes no circle."""
+    return dist.is_initialized() and dist.get_world_size() == 1
 
 
 def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: Device) -> Any:
@@ -411,7 +379,6 @@ def _name_raw_group(group: Any, store: Store, name: str, prefix: str, device: De
     named._register_backend(torch.device(device), kind, group)
     named._set_group_name(name)
     _describe(named, CROSS, prefix)
-    group.options.group_name = named.group_desc  # a backend does not say what it is
 
 
 def _describe(group: Any, what: str, prefix: str) -> None:
@@ -502,12 +469,13 @@ def let_go_of_ended() -> None:
     if not _abandoned:
         return
     with _abandoning:
-        done = [e for e in _abandoned if all(work.is_completed() for work, _ in e[1])]
+        done = [e for e in _abandoned if all(flight.work.is_completed() for flight in e[1])]
         _abandoned[:] = [entry for entry in _abandoned if entry not in done]
 
 
 def abandon(group: Any, in_flight: list[Any]) -> bool:
-    """Gives up a raw group without waiting for the works and buffers still `in_flight` in it.
+    """Gives up a raw group without waiting for what is still `in_flight` in it: each a `Flight`,
+    with its work and buffers.
 
     Returns:
         Whether they write to no buffer any more when the device has done what it was given: NCCL's
@@ -521,4 +489,4 @@ def abandon(group: Any, in_flight: list[Any]) -> bool:
     with _abandoning:
         if in_flight:
             _abandoned.append((group, in_flight))
-    return all(work.is_completed() for work, _ in in_flight)
+    return all(flight.work.is_completed() for flight in in_flight)

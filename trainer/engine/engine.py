@@ -40,6 +40,7 @@ from trainer.parallel.apply import (
     tensor_dim,
 )
 from trainer.parallel.backward import BackwardWatch
+from trainer.parallel.block_time import BlockTimes
 from trainer.parallel.host_memory import HostMemory, host_memory
 from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
@@ -48,6 +49,7 @@ from trainer.parallel.two_level import TwoLevels
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import lane_buffers, plan_lane_buffers
+from trainer.streams import timed_mark
 from trainer.tasks.task import PreparedTask
 
 _NORM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -87,6 +89,9 @@ class Engine:
         self.task, self.train_config, self.slot, self.mesh = task, train, slot, mesh
         self.device = torch_device(device)
         self._host: HostMemory | None = self._make_host() if heir_of is None else heir_of._host
+        waits_in_stream = self.device.type == "cuda" and slot.dims.workers > 1
+        self.block_times = BlockTimes(timed_mark) if waits_in_stream else None
+        """Of a worker whose peers' waits are in its stream's time."""
         model, source = self._build_model()
         self._source: WeightSource | None = source
         self.model: nn.Module = parallelize(
@@ -101,6 +106,7 @@ class Engine:
             gather_ahead=train.gather_ahead,
             levels=TwoLevels.of(slot.dims),
             reshard=slot.dims.regather != 1,  # by itself a lone worker lets go of what is cast
+            times=self.block_times,
         )
         self._slices = local_slices(self.model, slot)
         materialize(self.model, self.device, None if heir_of is None else heir_of.memory())

@@ -16,14 +16,15 @@ docs/decisions/042.
 
 A worker's own time is that of data, compute and optimizer, without what it waits for others: on a
 CPU, compute counts while its thread is awake (`awake.py`). On CUDA the stream does not tell the two
-apart, so compute holds the waits inside the replica. Decision: docs/decisions/050.
+apart: where a replica has several workers, compute is what a block takes between the waits
+(`trainer/parallel/block_time.py`). Decision: docs/decisions/050.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -31,6 +32,8 @@ import torch
 
 from trainer.backend.awake import AwakeTime
 from trainer.loop.phases import Phase
+from trainer.parallel.block_time import BlockTimes, Span
+from trainer.streams import timed_mark
 
 Part = Literal[
     "data", "compute", "communication", "commit", "optimizer", "save", "evaluation", "other"
@@ -105,6 +108,8 @@ class _Step:
     micro_batches: int = 0
     tokens: int = 0
     read_s: float = 0.0
+    blocks: list[Span] = field(default_factory=list)
+    """Of `BlockTimes`."""
 
 
 class StepClock:
@@ -113,11 +118,13 @@ class StepClock:
 
     Args:
         device: where the worker computes.
+        blocks: how long a block takes there, where the stream alone does not tell.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, blocks: BlockTimes | None = None) -> None:
         self._on_cuda = device.type == "cuda"
-        self._stamp: Callable[[], Any] = _cuda_event if self._on_cuda else time.perf_counter
+        self._blocks = blocks
+        self._stamp: Callable[[], Any] = timed_mark if self._on_cuda else time.perf_counter
         self._between: Callable[[Any, Any], float] = _cuda_seconds if self._on_cuda else _seconds
         self._awake: AwakeTime | None = None
         self._step = _Step(marks=[])
@@ -133,6 +140,8 @@ class StepClock:
             self._awake = AwakeTime()
         mark = self._mark("other", compute=False)
         self._step.marks.append(mark)
+        if self._blocks is not None:
+            self._step.blocks = self._blocks.take()
         self._whole = self._step if self._begun > 1 else None
         self._step, self._begun = _Step(marks=[mark]), self._begun + 1
 
@@ -179,9 +188,14 @@ class StepClock:
             tokens=whole.tokens,
             data_s=seconds["data"],
             read_s=whole.read_s,
-            compute_s=seconds["compute"] if self._on_cuda else awake_s,
+            compute_s=self._compute_s(whole, seconds["compute"], awake_s),
             optimizer_s=seconds["optimizer"],
         )
+
+    def _compute_s(self, whole: _Step, streamed_s: float, awake_s: float) -> float:
+        if whole.blocks and self._blocks is not None:
+            return self._blocks.whole_s(whole.blocks, self._between)
+        return streamed_s if self._on_cuda else awake_s
 
     def take_own(self) -> OwnTimes | None:
         """The own times of the step that was counted last; None where they were taken."""
@@ -205,12 +219,6 @@ class StepClock:
 
 def _seconds(begin: float, end: float) -> float:
     return end - begin
-
-
-def _cuda_event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
 
 
 def _cuda_seconds(begin: Any, end: Any) -> float:

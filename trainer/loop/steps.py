@@ -98,7 +98,7 @@ class TrainLoop:
         self.alone = cross.size == 1 and not any(followers)
         """No rank of this replica adds up anything with others. All ranks have to say the same:
         what lanes are kept where, and so which are computed again, follows from it."""
-        self.clock, self.profiler = StepClock(engine.device), profiler
+        self.clock, self.profiler = StepClock(engine.device, engine.block_times), profiler
         self.due = BetweenSteps(
             engine,
             cross,

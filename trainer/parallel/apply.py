@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Shard
 from checkpointing import TensorSlice
 from trainer.models.family import ModelFamily
 from trainer.models.init import WeightSource
+from trainer.parallel.block_time import BlockTimes
 from trainer.parallel.compiled import Compile, compile_blocks
 from trainer.parallel.dims import MeshDim
 from trainer.parallel.layout import Slot, local_box
@@ -54,6 +55,7 @@ def parallelize(
     gather_ahead: int = 1,
     levels: TwoLevels | None = None,
     reshard: bool = True,
+    times: BlockTimes | None = None,
 ) -> nn.Module:
     """Makes `model` (parameters on meta) parallel over the replica's mesh, in place: what `others`
     do to it, then tensor parallel, then recomputation and compilation, then fully sharded.
@@ -75,6 +77,7 @@ def parallelize(
         levels: over which parameters are gathered; None: FSDP2's own, flat. Gradients are
             `BackwardWatch`'s.
         reshard: whether a block's parameters are let go of between its forward and its backward.
+        times: notes how long a block takes.
     """
     for dim in others:
         dim.convert(model, mesh.others[dim.name])
@@ -89,6 +92,8 @@ def parallelize(
         compile_blocks(model, blocks, required=compiled == "require", budget=budget)
     if offload is not None:
         offload.cover(model, blocks)
+    if times is not None:
+        times.cover(model, blocks)
     ends = family.ends(model)
     with resharded(mesh, reshard) as after_forward:
         for name in (*blocks, *ends[:1]):

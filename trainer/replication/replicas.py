@@ -16,13 +16,16 @@ away. Decision: docs/decisions/025.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from trainer.backend.groups import Device, abandon, abort_groups, make_cross_groups
 from trainer.backend.origin import lasting_device_error
@@ -36,14 +39,26 @@ EXCHANGE, GATHER = 0, -1
 """Channels. On Gloo each has a process group of its own, so collectives of different channels may
 be issued in any order. On NCCL they share one."""
 
+_FAILED = "NCCL has told an error of the group across replicas"
 
-class Flight(NamedTuple):
+_LOOK_S = 1.0
+"""After which c10d is asked, and so long the device may take to come to an end that it has told."""
+
+_PAUSE_S = 1e-4
+
+
+@dataclass
+class Flight:
     """A collective that was started."""
 
     work: Any
     """c10d's handle."""
     buffers: tuple[torch.Tensor, ...]
     """What it reads and writes."""
+    end: Any = None
+    """On NCCL, once the host has asked for it: the mark that the device reaches when it is done."""
+    asked_s: float = 0.0
+    """And when the host did, on the monotonic clock."""
 
 
 class CrossGroup:
@@ -91,6 +106,7 @@ class CrossGroup:
         # That of each group before: on CUDA the allocator keeps what was freed for the stream that
         # it was taken on, and from another's nobody would get it any more.
         self.stream = stream_for("cross", self._device)
+        self._ends = stream_for("ends of collectives", self._device)
         if self.size > 1:
             self._join(rendezvous, prefix, device)
 
@@ -144,7 +160,7 @@ class CrossGroup:
         Raises:
             CrossGroupLost: it could not be started, or an earlier one has failed.
         """
-        if self._device.type == "cuda":
+        if self._on_nccl:
             self.listen()  # what is begun on a group that was aborted would make another
         else:
             self.check()
@@ -194,6 +210,8 @@ class CrossGroup:
         self.check()
         if self._leave_now():
             raise self._lose(GroupError(LEFT))
+        if self._has_failed():
+            raise self._lose(GroupError(_FAILED))
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """On CUDA, a stream for what must not hold up the current one. It comes after the marks
@@ -213,15 +231,36 @@ class CrossGroup:
         self._streams.current_stream().wait_stream(self.stream)
 
     def has_ended(self, flight: Flight) -> bool:
-        """Whether nobody needs to wait for a collective any more. On CUDA c10d is not asked after a
-        call: it would wait for the abort, and hold the interpreter meanwhile, so that no other
-        abort could begin."""
-        called = self._device.type == "cuda" and self._leave_now()
-        return called or flight.work.is_completed()
+        """Whether nobody needs to wait for a collective any more: for c10d one that has failed has
+        ended, too. On NCCL the device is asked, and c10d for long ones alone: it waits for an abort
+        that has begun, and holds the interpreter meanwhile, so that no other could begin."""
+        if not self._on_nccl:
+            return bool(flight.work.is_completed())
+        if self._leave_now() or self._has_failed() or self._is_reached(flight):
+            return True
+        return time.monotonic() - flight.asked_s > _LOOK_S and bool(flight.work.is_completed())
+
+    def _is_reached(self, flight: Flight) -> bool:
+        """Whether the device has come to the end of a collective."""
+        if flight.end is None:
+            flight.asked_s = time.monotonic()
+            with self._streams.stream(self._ends):
+                flight.work.block_current_stream()
+                flight.end = self.mark()
+        return bool(flight.end.query())
+
+    def _has_failed(self) -> bool:
+        """Whether c10d's watchdog has met an error of NCCL's, for which it looks ten times a
+        second. On Gloo `follow` finds out."""
+        return self._on_nccl and any(each.get_error() != ErrorType.SUCCESS for each in self._groups)
+
+    @property
+    def _on_nccl(self) -> bool:
+        return self._device.type == "cuda"
 
     def may_follow(self, flight: Flight) -> bool:
-        """Whether `follow` will not make the host wait. On CUDA it never does."""
-        return self._device.type == "cuda" or flight.work.is_completed()
+        """Whether `follow` will not make the host wait. On NCCL it never does."""
+        return self._on_nccl or bool(flight.work.is_completed())
 
     def poll(self, flight: Flight) -> None:
         """Waits for a collective on the host, watching for a fault.
@@ -233,20 +272,33 @@ class CrossGroup:
             poll_until(lambda: self.has_ended(flight), self._leave_now, self._timeout_s)
         except RuntimeError as error:
             raise self._lose(error) from error
-        if self._device.type == "cuda":
-            self.listen()  # one that a call has aborted ends like another, with anything in it
+        if self._on_nccl:
+            self._see_end_of(flight)
+
+    def _see_end_of(self, flight: Flight) -> None:
+        """Has the device come to the end of a collective, which for c10d may have failed. The
+        watchdog passes over an error that comes between two of its looks."""
+        self.listen()  # one that a call has aborted ends like another, with anything in it
+        until_s = time.monotonic() + _LOOK_S
+        while not self._is_reached(flight):
+            self.listen()
+            if time.monotonic() > until_s:
+                raise self._lose(GroupError(_FAILED))
+            time.sleep(_PAUSE_S)
+        self.listen()
 
     def follow(self, flight: Flight) -> None:
-        """Orders what this worker does next after a collective: on CUDA the current stream waits.
+        """Orders what this worker does next after a collective: on NCCL the current stream waits,
+        and whether it came to its end shows when the host polls, it or a later one.
 
         Raises:
             CrossGroupLost: the collective failed.
         """
         self.check()
         try:
-            # It raises what went wrong as far as c10d knows, on NCCL too. `exception` cannot be
-            # asked before torch 2.13 (pytorch #147312).
-            flight.work.wait()
+            # On NCCL `wait` would do no more but, after an error, abort the group first, which
+            # takes this thread half a second.
+            flight.work.block_current_stream() if self._on_nccl else flight.work.wait()
         except RuntimeError as error:
             raise self._lose(error) from error
         del self._in_flight[id(flight.work)]

@@ -136,6 +136,7 @@ def test_compiled_it_has_one_graph_for_slices_of_all_forms(monkeypatch: pytest.M
     graphs = Counting()
     compiled = torch.compile(rounded_adamw.update, fullgraph=True, dynamic=True, backend=graphs)
     monkeypatch.setattr(rounded_adamw, "_compiled_update", lambda required: compiled)
+    monkeypatch.setattr(rounded_adamw, "_TOGETHER", 32)
     try_optimizer(STORED[1], compiled="require")
     shapes = [(8, 4, 16), (96,), (16,), (7,), (1,), (), (0, 5), (9, 77)]
     params = {str(shape): as_leaf(torch.ones(shape).bfloat16()) for shape in shapes}
@@ -154,15 +155,20 @@ def test_compiled_it_takes_large_slices_in_pieces(monkeypatch: pytest.MonkeyPatc
         sizes.append(param.numel())
 
     monkeypatch.setattr(rounded_adamw, "_compiled_update", lambda required: update)
-    monkeypatch.setattr(rounded_adamw, "_AT_ONCE", 64)
+    monkeypatch.setattr(rounded_adamw, "_COMPILED_AT_ONCE", 64)
+    monkeypatch.setattr(rounded_adamw, "_TOGETHER", 32)
     param = as_leaf(torch.ones(200).bfloat16())
     param.grad = torch.ones(200)
     SliceOptimizer(STORED[1], {"weight": param}, torch.zeros(()), "require").step(1e-3)
     assert sizes == [64, 64, 64, 32]
 
 
-def test_compiled_a_part_of_any_size_comes_out_as_in_the_whole() -> None:
-    """Whichever worker has it."""
+@pytest.mark.parametrize("least", [32, 1 << 16])
+def test_compiled_a_part_of_any_size_comes_out_as_in_the_whole(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever worker has it, in a call of its own or with others."""
+    monkeypatch.setattr(rounded_adamw, "_TOGETHER", least)
     numbers = torch.randn(101, generator=torch.Generator().manual_seed(3)).bfloat16()
 
     def updated(start: int, stop: int) -> list[torch.Tensor]:
@@ -188,8 +194,15 @@ def test_compiled_a_part_of_any_size_comes_out_as_in_the_whole() -> None:
             assert torch.equal(part, all_of_it[start:stop]), (start, stop)
 
 
-def test_compiled_all_that_fills_no_row_is_updated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("least", "calls"),
+    [(32, [32, 48, 64]), (48, [48, 96]), (1 << 16, [144])],
+)
+def test_compiled_all_that_is_small_or_fills_no_row_is_updated_at_once(
+    least: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of norms there are many, and sharded they are short."""
+    monkeypatch.setattr(rounded_adamw, "_TOGETHER", least)
     sizes = list[int]()
 
     def update(param: torch.Tensor, *_: torch.Tensor) -> None:
@@ -200,7 +213,7 @@ def test_compiled_all_that_fills_no_row_is_updated_at_once(monkeypatch: pytest.M
     for param in params.values():
         param.grad = torch.ones(param.shape)
     SliceOptimizer(STORED[1], params, torch.zeros(()), "require").step(1e-3)
-    assert sizes == [32, 48, 64]  # of 40 and 48 their rows, then 16 + 7 + 8 + 3 + 30
+    assert sizes == calls  # of 40 and 48 their rows, then 16 + 7 + 8 + 3 + 30; or more at the end
 
 
 def test_a_backward_over_weights_that_were_updated_meanwhile_is_noticed() -> None:

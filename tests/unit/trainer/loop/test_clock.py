@@ -101,7 +101,7 @@ def test_on_a_gpu_events_are_read_when_the_host_has_waited_for_them(
         events.append(Late(len(events)))
         return events[-1]
 
-    monkeypatch.setattr(clocks, "_cuda_event", record)
+    monkeypatch.setattr(clocks, "timed_mark", record)
     clock = StepClock(torch.device("cuda"))
     times: Any = None
     for step in range(4):

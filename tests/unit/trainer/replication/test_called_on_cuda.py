@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import ErrorType, PrefixStore
 
 from trainer.backend import aborts, groups, polling
 from trainer.backend.groups import warm_up
@@ -28,29 +29,39 @@ NOWHERE = Rendezvous(host="127.0.0.1", port=1, timeout_s=30)
 
 
 class Work:
-    """A collective that has ended, or has not."""
+    """A collective that has ended, or has not; its own mark on the device, too."""
 
     def __init__(self, *, ended: bool) -> None:
         self.ended = ended
 
-    def is_completed(self) -> bool:
+    def block_current_stream(self) -> None:
         """See c10d."""
+
+    def query(self) -> bool:
+        """As an event of CUDA's."""
         return self.ended
 
-    def wait(self) -> None:
+    def is_completed(self) -> bool:
         """See c10d."""
-
-    def exception(self) -> None:
-        """As in torch before 2.13, whether there is one or not."""
-        raise TypeError("Unregistered type : std::__exception_ptr::exception_ptr")
-
-
-class Broken(Work):
-    """A collective whose peer closed its connection: c10d's wait says so."""
+        raise AssertionError("c10d waits for an abort that has begun, with the interpreter in hand")
 
     def wait(self) -> None:
         """See c10d."""
-        raise dist.DistBackendError("remote process exited")
+        raise AssertionError("after an error c10d aborts the group first")
+
+
+class Raw:
+    """A group of NCCL's that has met an error, or has not."""
+
+    def __init__(self, error: ErrorType = ErrorType.SUCCESS) -> None:
+        self.error = error
+
+    def get_error(self) -> ErrorType:
+        """See c10d."""
+        return self.error
+
+    def abort(self) -> None:
+        """See c10d."""
 
 
 def posing_group(called: list[str]) -> CrossGroup:
@@ -65,7 +76,14 @@ def posing_group(called: list[str]) -> CrossGroup:
         leave_now=lambda: bool(called),
     )
     cross._device = torch.device("cuda")
+    cross._is_reached = is_reached  # type: ignore[method-assign]
     return cross
+
+
+def is_reached(flight: Flight) -> bool:
+    """As a mark on the device would tell."""
+    flight.asked_s = flight.asked_s or time.monotonic()
+    return bool(flight.work.query())
 
 
 def test_a_collective_that_ended_with_a_call_counts_as_lost() -> None:
@@ -85,17 +103,77 @@ def test_a_later_group_has_the_stream_of_the_former() -> None:
 
 def begin(cross: CrossGroup, work: Work) -> Flight:
     """Has the group begin a collective."""
-    cross._groups = ["the group"]
+    cross._groups = [Raw()]
     return cross.start(lambda group: work)
 
 
-def test_what_has_ended_is_followed_and_what_has_failed_is_lost() -> None:
-    cross = posing_group([])
-    cross.follow(begin(cross, Work(ended=True)))
-    flight = begin(cross, Broken(ended=True))
-    cross._groups = []
-    with pytest.raises(CrossGroupLost, match="remote process exited"):
-        cross.follow(flight)
+def test_what_has_ended_is_followed_and_what_has_failed_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A failed one does not end on the device before the group is aborted: nobody waits for it."""
+    cross, told = posing_group([]), list[str]()
+    cross._on_lost = told.append
+    flight = begin(cross, Work(ended=True))
+    cross.poll(flight)
+    cross.follow(flight)
+    flight = begin(cross, Work(ended=False))
+    (group,) = cross._groups
+    monkeypatch.setattr(groups, "_cross_groups", [group])
+    group.error = ErrorType.COMM_ERROR
+    with pytest.raises(CrossGroupLost, match="NCCL has told an error"):
+        cross.poll(flight)
+    assert len(told) == 1
+    with pytest.raises(CrossGroupLost, match="NCCL has told an error"):
+        cross.start(lambda group: None)
+
+
+class PassedOver(Work):
+    """Has failed, which c10d's watchdog has not met."""
+
+    def is_completed(self) -> bool:
+        """See c10d."""
+        return True
+
+
+def test_a_failed_collective_that_the_watchdog_has_passed_over_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """c10d counts it as one that has ended; the device never comes to its end."""
+    monkeypatch.setattr(replicas, "_LOOK_S", 0.02)
+    cross, begun_s = posing_group([]), time.monotonic()
+    with pytest.raises(CrossGroupLost, match="NCCL has told an error"):
+        cross.poll(Flight(PassedOver(ended=False), ()))
+    assert 0.04 <= time.monotonic() - begun_s < 5
+
+
+def test_the_mark_of_a_collective_s_end_is_behind_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a stream of its own: others are ahead, and wait for what it does not."""
+    story, cross = list[object](), posing_group([])
+    monkeypatch.delattr(cross, "_is_reached")
+
+    class Told(Work):
+        def block_current_stream(self) -> None:
+            story.append("the stream waits for the collective")
+
+    @contextlib.contextmanager
+    def stream(which: Any) -> Iterator[None]:
+        story.append(which)
+        yield
+        story.append("left")
+
+    def mark() -> Work:
+        story.append("mark")
+        return Work(ended=True)
+
+    monkeypatch.setattr(cross, "_ends", "a stream for ends")
+    monkeypatch.setattr(cross, "_streams", SimpleNamespace(stream=stream))
+    monkeypatch.setattr(cross, "mark", mark)
+    flight = Flight(Told(ended=False), ())
+    cross.poll(flight)
+    cross.poll(flight)
+    assert story == ["a stream for ends", "the stream waits for the collective", "mark", "left"]
 
 
 DEVICE_ERROR = torch.AcceleratorError("CUDA error: device-side assert triggered")
@@ -104,11 +182,11 @@ DEVICE_ERROR = torch.AcceleratorError("CUDA error: device-side assert triggered"
 class OnDeadDevice(Work):
     """A collective on a GPU that answers everything with its error."""
 
-    def is_completed(self) -> bool:
+    def query(self) -> bool:
         """See c10d."""
         raise DEVICE_ERROR
 
-    def wait(self) -> None:
+    def block_current_stream(self) -> None:
         """See c10d."""
         raise DEVICE_ERROR
 
@@ -117,7 +195,7 @@ class OnDeadDevice(Work):
 def test_a_device_s_error_is_not_told_as_the_group_s(ask: str) -> None:
     """It is this worker's own, and nobody is called away for it."""
     cross, told = posing_group([]), list[str]()
-    cross._on_lost, cross._groups = told.append, ["the group"]
+    cross._on_lost, cross._groups = told.append, [Raw()]
     flight = Flight(OnDeadDevice(ended=False), ())
 
     def issue(group: Any) -> Any:
@@ -126,7 +204,8 @@ def test_a_device_s_error_is_not_told_as_the_group_s(ask: str) -> None:
     with pytest.raises(torch.AcceleratorError):
         cross.start(issue) if ask == "start" else getattr(cross, ask)(flight)
     assert told == []
-    cross.close()  # "the group" has no abort, which might never end there
+    cross._groups[0].abort = None
+    cross.close()  # without an abort, which might never end there
 
 
 @pytest.mark.parametrize("error", [DEVICE_ERROR, None])
@@ -135,15 +214,11 @@ def test_a_device_that_has_failed_keeps_nobody_from_leaving(
 ) -> None:
     """Who leaves for the device's error goes on to close the rest."""
 
-    class Group:
-        def abort(self) -> None:
-            pass
-
     def wait() -> None:
         raise RuntimeError("what the device was given")
 
     monkeypatch.setattr(replicas, "lasting_device_error", lambda: error)
-    cross, group = posing_group([]), Group()
+    cross, group = posing_group([]), Raw()
     monkeypatch.setattr(cross, "_streams", SimpleNamespace(synchronize=wait))
     monkeypatch.setattr(groups, "_cross_groups", [group])
     cross._groups = [group]
@@ -160,7 +235,7 @@ def test_who_leaves_a_group_waits_for_the_kernels_that_have_its_buffers(
     """The abort ends them. The allocator may give the buffers to others when they are let go of."""
     story, cross, told = list[str](), posing_group([]), threading.Event()
 
-    class Group:
+    class Group(Raw):
         def abort(self) -> None:
             told.set()
 
@@ -185,7 +260,7 @@ def test_who_leaves_a_group_waits_for_the_kernels_that_have_its_buffers(
 def test_an_abort_that_fails_keeps_nobody_from_leaving(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Failing:
+    class Failing(Raw):
         def abort(self) -> None:
             raise dist.DistBackendError("internal error")
 
@@ -200,7 +275,7 @@ def test_an_abort_that_fails_keeps_nobody_from_leaving(
 def test_nothing_is_begun_after_a_call() -> None:
     """On a group that was aborted it would make another, and wait for its peers."""
     cross, begun = posing_group(["fault"]), list[Any]()
-    cross._groups = ["the group"]
+    cross._groups = [Raw()]
     with pytest.raises(CrossGroupLost):
         cross.start(begun.append)
     assert begun == []
@@ -230,10 +305,9 @@ class OnCuda(torch.Tensor):
 
 
 class Aborted(Work):
-    """Of a group whose abort has begun: c10d's answer would come after it, with the interpreter
-    held."""
+    """Of a group whose abort has begun: it may have ended with anything in its buffers."""
 
-    def is_completed(self) -> bool:
+    def query(self) -> bool:
         """See c10d."""
         raise AssertionError("asked while the group is aborted")
 
@@ -250,7 +324,7 @@ def test_a_call_that_comes_between_two_looks_is_heard_first(
     called: list[str] = []
 
     class Waiting(Work):
-        def is_completed(self) -> bool:
+        def query(self) -> bool:
             assert not called, "asked while the group is aborted"
             return self.ended
 
@@ -269,7 +343,7 @@ def test_backward_asks_no_collective_for_its_end_after_a_call() -> None:
     cross.lanes, cross.blocks = [(0,), (1,)], [((0, 1),), ((1, 2),)]
     begun: list[Work] = []
 
-    class Group:
+    class Group(Raw):
         def allreduce(self, tensors: list[torch.Tensor]) -> Work:
             begun.append(Aborted(ended=False))
             return begun[-1]
@@ -314,9 +388,10 @@ def test_a_loss_in_backward_is_left_after_it(how: str, monkeypatch: pytest.Monke
     begun, may_end = threading.Event(), threading.Event()
     ended = list[bool]()
 
-    class Group:
+    class Group(Raw):
         def alltoall_base(self, *_: Any) -> Work:
-            return Broken(ended=True)
+            self.error = ErrorType.COMM_ERROR
+            return Work(ended=False)
 
         def abort(self) -> None:
             begun.set()
@@ -333,7 +408,7 @@ def test_a_loss_in_backward_is_left_after_it(how: str, monkeypatch: pytest.Monke
     reduction.start(4)
     reduction.start(8)
     assert begun.wait(5) and ended == []
-    assert told == ([] if called else ["remote process exited"])
+    assert told == ([] if called else ["NCCL has told an error of the group across replicas"])
     may_end.set()
     with pytest.raises(CrossGroupLost):
         reduction.finish()
@@ -359,7 +434,7 @@ class Queue:
 
     def has_ended(self, flight: Flight) -> bool:
         """See CrossGroup."""
-        return bool(flight.work.is_completed())
+        return bool(flight.work.query())
 
     def on_stream(self) -> Any:
         """See CrossGroup."""
@@ -441,10 +516,10 @@ def test_a_bucket_that_was_held_back_waits_for_its_own_gradients_alone(exact: bo
     in_backward, begun_after = True, list[int]()
 
     class Running(Work):
-        def is_completed(self) -> bool:
+        def query(self) -> bool:
             return not in_backward
 
-    class Group:
+    class Group(Raw):
         def begin(self, *_: Any) -> Work:
             begun_after.append(beside.after)
             return Running(ended=False)
