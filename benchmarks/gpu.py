@@ -3,9 +3,10 @@
     1, 2, 3   Llama of 1, 3 and 8 billion parameters, samples of 4,096 and 8,192 tokens: a plain
               FSDP2 loop, transformers' Trainer, ours; ours with the loss in chunks, with
               activations recomputed, with both, compiled, with all three, and with the loss in
-              chunks and activations offloaded to the host, of which a trace shows how much of the
-              copying is hidden. Both with parameters and moments in bfloat16, compiled, by how much
-              is recomputed. Peak memory beside the dry run's estimate.
+              chunks and activations offloaded to the host, all of them or what recomputation
+              keeps, of which a trace shows how much of the copying is hidden. Both with parameters
+              and moments in bfloat16, compiled, by how much is recomputed. Peak memory beside the
+              dry run's estimate.
     4         on 1B: what fault tolerance takes of a step: digest, commit, heartbeat; and what a
               snapshot after each step adds
     5         two ranks, of which one is killed: when the other is out, and has its next step
@@ -73,6 +74,7 @@ _FAST = {"determinism": "fast", "compile": "on"}
 NARROW: dict[str, dict[str, Any]] = {
     "compiled": {},
     "compiled, every 4th recomputed": {"recompute": 4},
+    "compiled, every 2nd recomputed": {"recompute": 2},
     "compiled, recomputed": {"recompute": "full"},
     "all three": {"recompute": "full", "loss_chunk": 1024},
 }
@@ -98,6 +100,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
         {"recompute": "full", "loss_chunk": 1024, "state": "bfloat16"},
     ),
     "ours, offloaded": ("ours", {"loss_chunk": 1024, "offload": 2}),
+    "ours, both, offloaded": ("ours", {"recompute": "full", "loss_chunk": 1024, "offload": 2}),
     **{
         f"{name}, {row}, bfloat16 state": (system, _FAST | {"state": "bfloat16"} | changes)
         for row, changes in NARROW.items()
