@@ -13,6 +13,8 @@ _PIDFD_GET_INFO = 0xC040FF0B
 _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_INFO = struct.Struct("Q52xi")
 """What is asked for and, last, the exit status. Source: the kernel's uapi/linux/pidfd.h."""
+_PF_EXITING = 1 << 2
+"""Of a task's flags. Source: the kernel's linux/sched.h."""
 
 
 def parse_state(stat: str) -> str:
@@ -36,6 +38,14 @@ def parse_cpu_ticks(stat: str) -> int:
     return int(user) + int(system)
 
 
+def parse_ending(stat: str) -> bool:
+    """Whether the first thread of the process of such a line has ended, or is about to: a process
+    first gives its memory back, 50 ms for each GB, and what it has of GPUs. Its peers' connections
+    are closed after that."""
+    state, *others = stat[stat.rindex(")") + 1 :].split()
+    return state == "Z" or bool(int(others[5]) & _PF_EXITING)
+
+
 def parse_exit_status(stat: str) -> int:
     """What a parent will be told by wait(2) of the process of such a line."""
     return int(stat[stat.rindex(")") + 1 :].split()[49])
@@ -45,6 +55,12 @@ def read_state(pid: int) -> str | None:
     """The state letter of process `pid`; None where it is gone."""
     stat = read_stat(pid)
     return None if stat is None else parse_state(stat)
+
+
+def is_ending(pid: int) -> bool:
+    """Whether process `pid` is about to end (`parse_ending`), or is gone."""
+    stat = read_stat(pid)
+    return stat is None or parse_ending(stat)
 
 
 def read_born_ticks(pid: int) -> int | None:
@@ -81,7 +97,7 @@ def describe_exit(pidfd: int, pid: int) -> str | None:
         pidfd: opened while it ran.
         pid: its id.
     """
-    status = _status_of_zombie(pid)
+    status = _status_of_ending(pid)
     if status is None:  # asked last: its parent may take notice between the two
         status = _status_of_gone(pidfd)
     if status is None:
@@ -104,12 +120,12 @@ def _status_of_gone(pidfd: int) -> int | None:
     return int(status) if known & _PIDFD_INFO_EXIT else None
 
 
-def _status_of_zombie(pid: int) -> int | None:
-    """That of one that its parent has not, or of which threads are still about to end. 0 tells
-    nothing: it also stands for what only the process's owner may read, and for a first thread that
-    has ended alone."""
+def _status_of_ending(pid: int) -> int | None:
+    """That of one that its parent has not, or that is still about to end. 0 tells nothing: it also
+    stands for what only the process's owner may read, and for a first thread that has ended
+    alone."""
     stat = read_stat(pid)
-    return None if stat is None or parse_state(stat) != "Z" else parse_exit_status(stat) or None
+    return None if stat is None or not parse_ending(stat) else parse_exit_status(stat) or None
 
 
 def output_files() -> tuple[str, ...]:

@@ -1,10 +1,11 @@
 """The worker processes of one node: who has ended, who is frozen.
 
-The kernel makes a pidfd readable when its process ends, so a death is known within milliseconds. A
-freeze shows in samples of the process's state and heartbeat; a frozen process is killed here and
-now, because only that closes its sockets and wakes the peers that wait for it.
+The kernel makes a pidfd readable when its process has ended: within milliseconds of a small one's
+death. A large one takes its time, in which its flags show what becomes of it. A freeze shows in
+samples of the process's state and heartbeat; a frozen process is killed here and now, because only
+that closes its sockets and wakes the peers that wait for it.
 
-One thread calls `ended` and `frozen`, others call `watch`, `signal` and `wait_ended`.
+One thread calls `ended`, `ending` and `frozen`, others call `watch`, `signal` and `wait_ended`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.laggards import Position
 from health.log_tail import read_last
 from health.pace import Pace
-from health.process import describe_exit, read_born_ticks, read_starved_s, read_state
+from health.process import describe_exit, is_ending, read_born_ticks, read_starved_s, read_state
 from health.progress import Place
 from health.stacks import read_kernel_stacks, read_stacks
 from health.worker_load import WorkerState
@@ -314,6 +315,16 @@ class ProcessWatch:
                 deaths.append(Death(worker=process.worker, cause=CRASH, detail=detail))
         return deaths
 
+    def ending(self) -> list[Death]:
+        """The deaths that are news of processes that are about to end. With hundreds of GB of
+        memory, or a GPU that others use, too, that takes seconds."""
+        return [
+            death
+            for pidfd, process in list(self._processes.items())
+            if not process.reported and is_ending(process.pid)
+            for death in _kill_and_report(pidfd, process, CRASH, _ended(pidfd, process.pid))
+        ]
+
     def frozen(self, awake_s: float) -> list[Death]:
         """Samples all processes and kills those that are frozen. Returns the deaths that are news.
 
@@ -324,11 +335,6 @@ class ProcessWatch:
         for pidfd, process in list(self._processes.items()):
             state = read_state(process.pid)
             if state is None or process.reported:
-                continue
-            if state == "Z":
-                # Its first thread has ended. The pidfd tells only when all have, which takes
-                # seconds where the machine has more to do than it can.
-                deaths += _kill_and_report(pidfd, process, CRASH, _ended(pidfd, process.pid))
                 continue
             record = None if process.heartbeat is None else process.heartbeat.read()
             if record is not None:

@@ -4,7 +4,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from health.process import parse_born_ticks, parse_state, read_born_ticks, read_state
+import pytest
+
+from health.process import parse_born_ticks, parse_ending, parse_state, read_born_ticks, read_state
 
 STAT = "42 (a (b) c) S 1 42 42 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 123456 8192 1 184467"
 
@@ -12,6 +14,16 @@ STAT = "42 (a (b) c) S 1 42 42 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 123456 8192
 def test_a_name_with_brackets_and_blanks_hides_nothing() -> None:
     assert parse_state(STAT) == "S"
     assert parse_born_ticks(STAT) == 123456
+
+
+@pytest.mark.parametrize(
+    ("state", "flags", "ending"),
+    [("S", 4194560, False), ("Z", 4194560, True), ("R", 4194560 | 4, True), ("D", 4228108, True)],
+)
+def test_who_gives_its_memory_back_is_about_to_end(state: str, flags: int, ending: bool) -> None:
+    """The last is of a process of 2 GB, a moment after its SIGKILL."""
+    stat = STAT.replace(" S ", f" {state} ").replace(" 4194560 ", f" {flags} ")
+    assert parse_ending(stat) is ending
 
 
 def test_a_later_process_was_started_later() -> None:

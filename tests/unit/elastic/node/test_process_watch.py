@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import select
@@ -73,6 +74,7 @@ def deaths(watch: ProcessWatch, enough: Callable[[list[Death]], bool] = bool) ->
     while not enough(found):
         assert time.monotonic() < deadline
         found += watch.ended(0.05)
+        found += watch.ending()
         found += watch.frozen(time.monotonic())
     return found
 
@@ -119,19 +121,39 @@ def test_how_a_process_ended_is_said_where_the_kernel_tells(
         ("", ""),  # 0, which stands for what may not be read, too
     ],
 )
-@pytest.mark.parametrize("look", ["ended", "frozen"])
+@pytest.mark.parametrize("look", ["ended", "ending"])
 def test_how_a_process_ended_is_said_before_its_parent_takes_notice(
     start: Start, then: str, how: str, look: str
 ) -> None:
-    """As of a large one, whose threads take their time to end."""
     watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start(then)
     watch.watch("w0", process.pid, fd)
     assert process.stdin is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
     wait_until(lambda: read_state(process.pid) == "Z")
-    found = watch.ended(DEADLINE_S) if look == "ended" else watch.frozen(0.0)
+    found = watch.ended(DEADLINE_S) if look == "ended" else watch.ending()
     assert found == [Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended{how}")]
+
+
+def test_a_large_process_is_lost_when_it_begins_to_end(start: Start) -> None:
+    """It gives its memory back first, and closes its connections after that."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    take = f"import mmap; memory = mmap.mmap(-1, 3 << 30, flags={flags:d})"
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("", f"{IN_BACKWARD}\n{take}")
+    watch.watch("w0", process.pid, fd)
+    assert watch.ending() == []
+    process.kill()
+    found: list[Death] = []
+    while not found:
+        found = watch.ending()
+    assert found == [
+        Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended by SIGKILL")
+    ]
+    pidfd = os.pidfd_open(process.pid)
+    ready, _, _ = select.select([pidfd], [], [], 0)
+    os.close(pidfd)
+    assert ready == [], "it had ended already"
+    assert watch.ended(DEADLINE_S) == watch.ending() == [], "and is told of once"
 
 
 def test_a_process_that_was_gone_is_reported() -> None:
