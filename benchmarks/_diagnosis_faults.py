@@ -452,7 +452,7 @@ def _slow_worker(scene: Scene) -> Expected:
         slow = find_slow(paces)
         rounds = count_rounds(rounds, slow)
     stragglers = [worker for worker, count in rounds.items() if count >= ROUNDS]
-    for blame in find_blame(stragglers, slow, scene.replicas, NODE_OF):
+    for blame in find_blame(stragglers, slow, scene.replicas, 1, NODE_OF):
         scene.happened.append(event_of(blame, slow, rounds, 9, TIME))
     workers = frozenset(slow_ones)
     return Expected(

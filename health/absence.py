@@ -1,8 +1,8 @@
 """Who has not arrived: what the flight recordings of several workers say together. Pure.
 
 A worker waits in a collective that has not ended. Whoever belongs to its group and has begun fewer
-there is not in it yet; so whether it has ended need not be recorded. That may be because it waits
-in another one itself: of those who have not arrived, the ones who wait for nobody hold up the rest.
+there is not in it yet. That may be because it waits in another one itself: of those who have not
+arrived, the ones who wait for nobody hold up the rest.
 
 Who belongs to a group is not recorded on Gloo. It tells the prefix under which its workers have
 met. All of these belong to the replica's own group and to those across replicas. Along one

@@ -3,8 +3,7 @@ have not ended. Pure.
 
 What is recorded was looked at on torch 2.13 (`docs/run-directory.md`): every group on Gloo, also
 those made by hand. There an entry's `state` stays "scheduled", and `retired` says whether it has
-ended. Of NCCL's groups there is the latest collective of each, of which that is not known
-(`trainer/backend/flight_recorder.py`).
+ended. Of NCCL's groups both tell, but for each send and receive of a batch.
 """
 
 from __future__ import annotations
@@ -53,6 +52,11 @@ def has_ended(entry: _Entry) -> bool:
     return bool(entry["retired"]) or entry["state"] == "completed"
 
 
+def _is_of_batch(entry: _Entry) -> bool:
+    """Of one send or receive of a batch NCCL's recorder never learns the end: only of the batch."""
+    return entry["is_p2p"] and not entry["profiling_name"].endswith("coalesced")
+
+
 def find_pending(trace: str) -> list[dict[str, Any]]:
     """The collectives of a recording that have not ended, the oldest first: `group`,
     `what`, its `number` in the group, and the `sizes` that went in."""
@@ -64,5 +68,5 @@ def find_pending(trace: str) -> list[dict[str, Any]]:
             "sizes": one["input_sizes"],
         }
         for one in entries_of(trace)
-        if not has_ended(one)
+        if not has_ended(one) and not _is_of_batch(one)
     ]

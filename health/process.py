@@ -58,9 +58,10 @@ def read_state(pid: int) -> str | None:
 
 
 def is_ending(pid: int) -> bool:
-    """Whether process `pid` is about to end (`parse_ending`), or is gone."""
+    """Whether process `pid` is about to end (`parse_ending`). Of one that does not show, or is
+    gone, this says nothing."""
     stat = read_stat(pid)
-    return stat is None or parse_ending(stat)
+    return stat is not None and parse_ending(stat)
 
 
 def read_born_ticks(pid: int) -> int | None:

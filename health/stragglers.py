@@ -163,29 +163,37 @@ def find_blame(
     stragglers: Collection[str],
     slow: Collection[str],
     replicas: Sequence[Sequence[str]],
+    unit: int,
     nodes: Mapping[str, str],
 ) -> list[Blame]:
     """Which machines are at fault.
 
-    Workers of one replica wait for each other within their steps, and where that cannot be told
-    from work they are all slow alike: one whose workers are all slow, on several machines, has its
-    slow one among them.
+    Workers of one replica wait for each other within their steps, and those that share samples
+    within a block. Where that cannot be told from work they are all slow alike: a replica, or such
+    a part of it, whose workers are all slow, on several machines, has its slow one among them.
 
     Args:
         stragglers: they.
         slow: all that are slow in this round.
-        replicas: workers of each replica.
+        replicas: workers of each replica, by rank.
+        unit: workers that share samples, neighbours in rank.
         nodes: worker -> its machine.
     """
     by_node: dict[str, list[str]] = {}
     alike: list[Blame] = []
+
+    def are_alike(group: Sequence[str]) -> bool:
+        several = len({nodes[worker] for worker in group}) > 1
+        return several and all(worker in slow for worker in group)
+
     for replica in replicas:
-        found = [worker for worker in replica if worker in stragglers]
-        places = {nodes[worker] for worker in replica}
-        if found and len(places) > 1 and all(worker in slow for worker in replica):
-            alike.append(Blame(workers=tuple(found), nodes=()))
-            continue
-        for worker in found:
-            by_node.setdefault(nodes[worker], []).append(worker)
+        units = [replica[start : start + unit] for start in range(0, len(replica), unit)]
+        for group in [replica] if are_alike(replica) else units:
+            found = [worker for worker in group if worker in stragglers]
+            if found and are_alike(group):
+                alike.append(Blame(workers=tuple(found), nodes=()))
+                continue
+            for worker in found:
+                by_node.setdefault(nodes[worker], []).append(worker)
     told = [Blame(workers=tuple(workers), nodes=(node,)) for node, workers in by_node.items()]
     return [*told, *alike]

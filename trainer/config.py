@@ -331,10 +331,10 @@ class TrainConfig:
     `moment_dtype` of `OptimizerConfig`."""
     recompute: Literal["full", "selective"] | int | float | None = None
     """Activations that backward computes again instead of keeping them: `full`, all inside each
-    block; a whole number n, all inside each n-th block; `selective`, all but attention and every
-    second matrix product. The bits are the same. A fraction such as 0.5, with `compile` only: a
-    compiled block keeps that much of what it would, and computes again what is cheapest. None: all
-    are kept."""
+    block; a whole number n, all inside each n-th block; `selective`, all but attention, sums over
+    tensor ranks and every second matrix product. The bits are the same. A fraction such as 0.5,
+    with `compile` only: a compiled block keeps that much of what it would, and computes again what
+    is cheapest. None: all are kept."""
     offload: OffloadConfig | None = None
     """`OffloadConfig()`: what blocks keep for backward waits in the host's memory: their inputs
     with `recompute="full"`, all that autograd saves without; what `selective` keeps stays. The bits

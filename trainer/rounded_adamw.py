@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,11 +25,12 @@ _AT_ONCE = 1 << 24
 instructions divide it: the tail of a kernel may round otherwise."""
 
 _COMPILED_AT_ONCE = 1 << 26
-"""And where the update is compiled, which needs none of that. A call takes the host some 0.1 ms, as
-long as the device needs for 16 million numbers; `_AT_ONCE` of them would keep it waiting."""
+"""And where the update is compiled, which needs none of that (but 2 GB where it cannot be). A call
+takes the host some 0.1 ms, as long as the device needs for 16 million numbers: with `_AT_ONCE` of
+them it would wait for the host."""
 
 _TOGETHER = 1 << 16
-"""Parameters with fewer numbers are updated in one call, for the same reason."""
+"""Parameters with fewer numbers are updated together, for the same reason, in a copy."""
 
 _ROW = 16
 """Numbers: what Triton's vector loads need to divide a size."""
@@ -44,6 +45,8 @@ _LOW_BITS = 0xFFFF
 
 Piece = tuple[torch.Tensor, ...]
 """Of one parameter: its numbers, their gradients, both moments, and the step counter."""
+
+_Piece = TypeVar("_Piece", bound=Sequence[torch.Tensor])
 
 
 class RoundedAdamW(torch.optim.Optimizer):
@@ -98,30 +101,40 @@ class RoundedAdamW(torch.optim.Optimizer):
             if steps:
                 torch._foreach_add_(steps, 1)
             if self._compiled is None:
-                for pieces in self._batches(params):
+                for pieces in _batches(self._pieces(params, _AT_ONCE)):
                     _update(pieces, group)
             elif params:
                 self._step_compiled(self._compiled, group)
 
     def _step_compiled(self, update: Callable[..., Any], group: dict[str, Any]) -> None:
         settings = self._settings(group)
-        rests: list[list[torch.Tensor]] = []
+        small: list[list[torch.Tensor]] = []
         for *numbers, _ in self._pieces(group["params"], _COMPILED_AT_ONCE):
             size = numbers[0].numel()
             end = size // _ROW * _ROW if size >= _TOGETHER else 0
             if end:
                 update(*(_rows(tensor[:end]) for tensor in numbers), *settings)
             if end < size:
-                rests.append([tensor[end:] for tensor in numbers])
-        if rests:
-            columns = [list(column) for column in zip(*rests, strict=True)]
-            padded = [_padded(column) for column in columns]
-            update(*map(_rows, padded), *settings)
-            sizes = [tensor.numel() for tensor in columns[0]]
-            for column, updated in zip(columns, padded, strict=True):
-                torch._foreach_copy_(column, list(updated[: sum(sizes)].split(sizes)))
+                small.append([tensor[end:] for tensor in numbers])
+        for together in _batches(small):
+            self._update_together(update, together, settings)
         # autograd is to notice a backward over weights that were updated after their forward
         torch.autograd.graph.increment_version(group["params"])
+
+    @staticmethod
+    def _update_together(
+        update: Callable[..., Any],
+        pieces: list[list[torch.Tensor]],
+        settings: Sequence[torch.Tensor],
+    ) -> None:
+        """Those of one batch, in a copy."""
+        columns = [list(column) for column in zip(*pieces, strict=True)]
+        padded = [_padded(column) for column in columns]
+        update(*map(_rows, padded), *settings)
+        sizes = [tensor.numel() for tensor in columns[0]]
+        for number in (0, 2, 3):  # the gradients are what they were
+            whole = padded[number][: sum(sizes)]
+            torch._foreach_copy_(columns[number], list(whole.split(sizes)))
 
     def _settings(self, group: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """What an update of any number of a group needs, on the device: a number in the code would
@@ -152,18 +165,19 @@ class RoundedAdamW(torch.optim.Optimizer):
                 if piece[0].numel():
                     yield (*piece, state["step"])
 
-    def _batches(self, params: list[nn.Parameter]) -> Iterator[list[Piece]]:
-        """All numbers, `_AT_ONCE` of them at most in each."""
-        batch: list[Piece] = []
-        room = _AT_ONCE
-        for piece in self._pieces(params, _AT_ONCE):
-            if piece[0].numel() > room:
-                yield batch
-                batch, room = [], _AT_ONCE
-            batch.append(piece)
-            room -= piece[0].numel()
-        if batch:
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """All of them, `_AT_ONCE` numbers at most in each batch."""
+    batch: list[_Piece] = []
+    room = _AT_ONCE
+    for piece in pieces:
+        if piece[0].numel() > room:
             yield batch
+            batch, room = [], _AT_ONCE
+        batch.append(piece)
+        room -= piece[0].numel()
+    if batch:
+        yield batch
 
 
 class _Wide:

@@ -15,10 +15,19 @@ import torch
 
 
 @cache
-def stream_for(work: str, device: torch.device) -> Any:
+def stream_for(work: str, device: torch.device, priority: int = 0) -> Any:
     """The stream of a kind of work, always the same. On a CPU, where all is done at once, one that
-    does nothing."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else torch.cpu.Stream()
+    does nothing.
+
+    Args:
+        work: its name.
+        device: where.
+        priority: torch has 32 streams of each. Those of -2 neither c10d (0 and -3) nor FSDP2 (-1)
+            takes: for what may wait for nobody else's.
+    """
+    if device.type == "cuda":
+        return torch.cuda.Stream(device, priority=priority)
+    return torch.cpu.Stream()
 
 
 def timed_mark() -> Any:

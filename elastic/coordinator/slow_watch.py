@@ -139,7 +139,8 @@ class SlowWatch:
         self._told_s |= dict.fromkeys(stragglers, now_s)
         nodes = {worker: identity.node for worker, identity in self._membership.members.items()}
         replicas = [replica.workers for replica in self._membership.roster.replicas]
-        for blame in find_blame(stragglers, slow, replicas, nodes):
+        unit = self._membership.config.dims.unit
+        for blame in find_blame(stragglers, slow, replicas, unit, nodes):
             first = before_s.keys().isdisjoint(blame.workers)
             self._tell(blame, slow, nodes, first=first)
 

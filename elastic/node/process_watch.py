@@ -318,12 +318,16 @@ class ProcessWatch:
     def ending(self) -> list[Death]:
         """The deaths that are news of processes that are about to end. With hundreds of GB of
         memory, or a GPU that others use, too, that takes seconds."""
-        return [
-            death
-            for pidfd, process in list(self._processes.items())
-            if not process.reported and is_ending(process.pid)
-            for death in _kill_and_report(pidfd, process, CRASH, _ended(pidfd, process.pid))
-        ]
+        deaths = []
+        for pidfd, process in list(self._processes.items()):
+            if process.reported or not is_ending(process.pid):
+                continue
+            process.reported = True
+            detail = _ended(pidfd, process.pid)
+            deaths.append(Death(worker=process.worker, cause=CRASH, detail=detail))
+            if read_state(process.pid) == "Z":  # else a core that it dumps would be cut off
+                _send(pidfd, signal.SIGKILL)
+        return deaths
 
     def frozen(self, awake_s: float) -> list[Death]:
         """Samples all processes and kills those that are frozen. Returns the deaths that are news.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,8 @@ from trainer.parallel.layout import ParallelDims
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.parallel.two_level import batches_begun
 
+log = logging.getLogger(__name__)
+
 Device = Literal["cpu", "cuda"]
 
 REPLICA, CROSS = "the replica", "the group across replicas"
@@ -58,6 +61,9 @@ own."""
 
 _READING_S = 0.02
 """Who only reads numbers has ended by then: it is not taken for one who makes or leaves a group."""
+
+_LEAVING_S = 60.0
+"""For which who leaves its replica waits for aborts that have begun; they take half a second."""
 
 _connections = Connections()
 """Of the replica's group."""
@@ -268,7 +274,8 @@ def leave_replica_group() -> None:
     closes its connections when nothing refers to the group any more."""
     global _connections
     end_replica_collectives()
-    aborts.wait_for_ends()
+    if not aborts.wait_for_ends(_LEAVING_S):
+        log.warning("NCCL has not ended this worker's former groups in %g s", _LEAVING_S)
     with _ending:
         while _meshes:
             # Only torch.compile reads it; not every release has it.
@@ -302,13 +309,21 @@ def make_cross_groups(
     with gather(rendezvous, f"{prefix}/{names[0]}", size, leave_now) as store:
         listen_towards(rendezvous.host, rendezvous.port)
 
-        given_up = threading.Event()
+        given_up, alone = threading.Event(), _alone()
 
         def make() -> list[Any]:
-            groups = []
-            # Told before others time out.
-            if not _alone() and not aborts.wait_for_ends(rendezvous.timeout_s / 2):
+            if alone:
+                try:
+                    return connect()
+                except RuntimeError:  # perhaps for the memory of the former one
+                    aborts.wait_for_ends(rendezvous.timeout_s / 2)
+                    raise
+            if not aborts.wait_for_ends(rendezvous.timeout_s / 2):  # told before others time out
                 raise GroupError("NCCL has not ended this worker's former groups")
+            return connect()
+
+        def connect() -> list[Any]:
+            groups = []
             _check_wanted(given_up)
             with limit_silence(rendezvous.silent_s, but_port=rendezvous.port):
                 for name in names:

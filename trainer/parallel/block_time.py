@@ -2,9 +2,10 @@
 
 Inside a replica a slow worker holds its peers up in the collectives between the blocks, so the
 stream of each takes equally long. FSDP2 waits for a block's parameters in a hook, outside the
-block's `forward`: what passes there is the worker's own, but for the collectives of tensor ranks
-and of the user's dimensions, which are inside. Marks round one block cost the host some
-microseconds for each micro-batch, and the device none. Decision: docs/decisions/050.
+block's `forward`: what passes there is the worker's own, but for the collectives of those that
+share its samples (tensor, context, a user's dimensions), which are inside. Marks round one block
+cost the host some microseconds for each micro-batch, and the device none. Decision:
+docs/decisions/050.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ class BlockTimes:
 
     def cover(self, model: nn.Module, blocks: Sequence[str]) -> None:
         """Notes each forward in training of the block in the middle. In place, before FSDP2 and
-        after all else.
+        after all else. Nothing where the blocks are parts of others, as experts are, which have
+        more to do on one worker than on another.
 
         Args:
             model: the model.
             blocks: names of its repeated blocks.
         """
         self._blocks = len(blocks)
-        if blocks:
+        if blocks and not any(part.isdigit() for part in blocks[0].split(".")[:-1]):
             block = model.get_submodule(blocks[len(blocks) // 2])
             block.forward = partial(self._timed, block, block.forward)
 

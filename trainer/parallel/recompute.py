@@ -35,7 +35,6 @@ _KEPT = (
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
 )
 """Dear to compute beside their size: attention, and what other workers must take part in."""
 
@@ -47,8 +46,8 @@ def recompute_blocks(model: nn.Module, blocks: Sequence[str], what: Recompute) -
         model: the model.
         blocks: names of its repeated blocks, in order.
         what: "full": all that is inside each block; a number n: inside each n-th block;
-            "selective": all but attention, what came from other workers, and every second matrix
-            product.
+            "selective": all but attention, sums that came from other workers, and every second
+            matrix product. What tensor ranks gather is gathered again: whole sequences are large.
     """
     every = 1 if isinstance(what, str) else what
     options: dict[str, Any] = {"use_reentrant": False}

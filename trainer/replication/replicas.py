@@ -16,16 +16,15 @@ away. Decision: docs/decisions/025.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
+from torch._C import _distributed_c10d as c10d
 
 from trainer.backend.groups import Device, abandon, abort_groups, make_cross_groups
 from trainer.backend.origin import lasting_device_error
@@ -39,12 +38,8 @@ EXCHANGE, GATHER = 0, -1
 """Channels. On Gloo each has a process group of its own, so collectives of different channels may
 be issued in any order. On NCCL they share one."""
 
-_FAILED = "NCCL has told an error of the group across replicas"
-
-_LOOK_S = 1.0
-"""After which c10d is asked, and so long the device may take to come to an end that it has told."""
-
-_PAUSE_S = 1e-4
+_SUCCESS = int(cast(Any, c10d).WorkResult.SUCCESS)
+_FAILED = "NCCL has met an error in the group across replicas; c10d has logged it"
 
 
 @dataclass
@@ -57,8 +52,8 @@ class Flight:
     """What it reads and writes."""
     end: Any = None
     """On NCCL, once the host has asked for it: the mark that the device reaches when it is done."""
-    asked_s: float = 0.0
-    """And when the host did, on the monotonic clock."""
+    result: Any = None
+    """And c10d's word of how it went, which comes later than the mark, or with an error."""
 
 
 class CrossGroup:
@@ -106,7 +101,7 @@ class CrossGroup:
         # That of each group before: on CUDA the allocator keeps what was freed for the stream that
         # it was taken on, and from another's nobody would get it any more.
         self.stream = stream_for("cross", self._device)
-        self._ends = stream_for("ends of collectives", self._device)
+        self._ends = stream_for("ends of collectives", self._device, priority=-2)
         if self.size > 1:
             self._join(rendezvous, prefix, device)
 
@@ -205,12 +200,13 @@ class CrossGroup:
                 self.close()
             raise CrossGroupLost(self._lost)
 
-    def listen(self) -> None:
-        """Raises CrossGroupLost where this worker is called away, or a collective has failed."""
+    def listen(self, flight: Flight | None = None) -> None:
+        """Raises CrossGroupLost where this worker is called away, or a collective has failed: that
+        one, or any that is known of."""
         self.check()
         if self._leave_now():
             raise self._lose(GroupError(LEFT))
-        if self._has_failed():
+        if self._has_failed(flight):
             raise self._lose(GroupError(_FAILED))
 
     def on_stream(self) -> AbstractContextManager[Any]:
@@ -231,28 +227,32 @@ class CrossGroup:
         self._streams.current_stream().wait_stream(self.stream)
 
     def has_ended(self, flight: Flight) -> bool:
-        """Whether nobody needs to wait for a collective any more: for c10d one that has failed has
-        ended, too. On NCCL the device is asked, and c10d for long ones alone: it waits for an abort
-        that has begun, and holds the interpreter meanwhile, so that no other could begin."""
+        """Whether nobody needs to wait for a collective any more: it has come to its end, or never
+        will. On NCCL `Work.is_completed` is not asked, for which both are one: it waits for an
+        abort that has begun, and holds the interpreter meanwhile, so that no other could begin."""
         if not self._on_nccl:
             return bool(flight.work.is_completed())
-        if self._leave_now() or self._has_failed() or self._is_reached(flight):
+        if self._leave_now():
             return True
-        return time.monotonic() - flight.asked_s > _LOOK_S and bool(flight.work.is_completed())
-
-    def _is_reached(self, flight: Flight) -> bool:
-        """Whether the device has come to the end of a collective."""
         if flight.end is None:
-            flight.asked_s = time.monotonic()
-            with self._streams.stream(self._ends):
-                flight.work.block_current_stream()
-                flight.end = self.mark()
-        return bool(flight.end.query())
+            self._mark_end(flight)
+        return self._has_failed(flight) or bool(flight.end.query())
 
-    def _has_failed(self) -> bool:
+    def _mark_end(self, flight: Flight) -> None:
+        flight.result = flight.work.get_future_result()
+        with self._streams.stream(self._ends):
+            flight.work.block_current_stream()
+            flight.end = self.mark()
+
+    def _has_failed(self, flight: Flight | None = None) -> bool:
         """Whether c10d's watchdog has met an error of NCCL's, for which it looks ten times a
-        second. On Gloo `follow` finds out."""
-        return self._on_nccl and any(each.get_error() != ErrorType.SUCCESS for each in self._groups)
+        second: in one collective, or in any. It does not count in the group what comes between two
+        of its looks at one. On Gloo `follow` finds out."""
+        if not self._on_nccl:
+            return False
+        if flight is not None and flight.result.done():
+            return bool(flight.result.value() != _SUCCESS)
+        return any(each.get_error() != c10d.ErrorType.SUCCESS for each in self._groups)
 
     @property
     def _on_nccl(self) -> bool:
@@ -273,19 +273,9 @@ class CrossGroup:
         except RuntimeError as error:
             raise self._lose(error) from error
         if self._on_nccl:
-            self._see_end_of(flight)
-
-    def _see_end_of(self, flight: Flight) -> None:
-        """Has the device come to the end of a collective, which for c10d may have failed. The
-        watchdog passes over an error that comes between two of its looks."""
-        self.listen()  # one that a call has aborted ends like another, with anything in it
-        until_s = time.monotonic() + _LOOK_S
-        while not self._is_reached(flight):
-            self.listen()
-            if time.monotonic() > until_s:
-                raise self._lose(GroupError(_FAILED))
-            time.sleep(_PAUSE_S)
-        self.listen()
+            self.listen(
+                flight
+            )  # one that a call has aborted ends like another, with anything in it
 
     def follow(self, flight: Flight) -> None:
         """Orders what this worker does next after a collective: on NCCL the current stream waits,

@@ -253,9 +253,27 @@ REPLICAS = [["a0", "a1"], ["b0", "b1"]]
 def test_a_machine_is_blamed_where_it_can_be_told(
     stragglers: list[str], blames: list[Blame]
 ) -> None:
-    assert find_blame(stragglers, stragglers, REPLICAS, NODES) == blames
+    assert find_blame(stragglers, stragglers, REPLICAS, 1, NODES) == blames
 
 
 def test_one_that_comes_a_round_before_its_peers_is_not_blamed_alone() -> None:
     alike = [Blame(workers=("b1",), nodes=())]
-    assert find_blame(["b1"], ["b0", "b1"], REPLICAS, NODES) == alike
+    assert find_blame(["b1"], ["b0", "b1"], REPLICAS, 1, NODES) == alike
+
+
+@pytest.mark.parametrize(
+    ("slow", "blames"),
+    [
+        (["a", "b"], [Blame(workers=("a", "b"), nodes=())]),
+        (["b"], [Blame(workers=("b",), nodes=("B",))]),
+        (["b", "c"], [Blame(workers=(one,), nodes=(one.upper(),)) for one in "bc"]),
+        (["a", "b", "c", "d"], [Blame(workers=("a", "b", "c", "d"), nodes=())]),
+    ],
+)
+def test_those_that_share_samples_wait_for_each_other_within_a_block(
+    slow: list[str], blames: list[Blame]
+) -> None:
+    """On CUDA both are slow then, and their replica's others are not."""
+    assert (
+        find_blame(slow, slow, [["a", "b", "c", "d"]], 2, {w: w.upper() for w in "abcd"}) == blames
+    )

@@ -18,6 +18,7 @@ from elastic.coordinator.evidence import keep_evidence
 from elastic.protocol.causes import HANG
 from elastic.protocol.events import WorkerLost
 from elastic.protocol.messages import Death, Evidence
+from health.flight import find_pending
 from health.reading import Reading
 from tests.support.coordinator_desk import CoordinatorDesk
 from tests.support.watching import wait_until
@@ -44,6 +45,18 @@ def test_a_folder_an_incident(tmp_path: Path) -> None:
     assert (manifest["accused"], manifest["step"]) == ({"w1": "it loops"}, 9)
     assert (incidents / "002" / "w0.txt").read_text() == "in wait"
     assert manifest["files"].keys() == {"w0.txt", "w1.txt"}
+
+
+@pytest.mark.parametrize(
+    ("what", "is_p2p", "told"),
+    [("nccl:all_reduce", False, 1), ("nccl:send 0->1", True, 0), ("nccl:coalesced", True, 1)],
+)
+def test_sends_and_receives_of_a_batch_wait_for_nobody_by_themselves(
+    what: str, is_p2p: bool, told: int
+) -> None:
+    """NCCL's recorder never learns their ends, but that of the batch."""
+    trace = json.dumps({"entries": [{**PENDING, "profiling_name": what, "is_p2p": is_p2p}]})
+    assert len(find_pending(trace)) == told
 
 
 def test_all_that_was_found_has_a_file_and_a_line_in_the_manifest(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ would be told."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.watching import wait_until
 from trainer.backend import aborts, groups
@@ -283,37 +285,110 @@ class Next:
         """The first that takes memory of a GPU."""
         self.made.append(1)
 
+    def abort(self) -> None:
+        """As c10d's."""
+
 
 def leave_it(group: Recorded) -> None:
     """As at a loss."""
     abandon(group, [])
 
 
-@pytest.mark.parametrize("end", [leave_it, groups._give_up])
-def test_the_next_group_is_made_when_the_abort_of_the_last_one_has_ended(
-    end: Callable[[Any], None], ends: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It gets the memory of that one, and has no kernel that what the abort frees may wait for."""
+@pytest.fixture
+def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rendezvous]:
+    """Where a group is made of stand-ins."""
     Next.made.clear()
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Next, raising=False)
     monkeypatch.setattr(groups, "torch_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr(groups, "_name_raw_group", lambda *met: None)
     monkeypatch.setattr(groups, "warm_up", lambda *met: None)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=PATIENCE_S)
+    yield Rendezvous(host="127.0.0.1", port=store.port, timeout_s=PATIENCE_S)
+    close_connections()
+
+
+class Making(threading.Thread):
+    """Makes the next group."""
+
+    def __init__(self, meet: Rendezvous) -> None:
+        super().__init__()
+        self.meet, self.failed = meet, ""
+        self.start()
+
+    def run(self) -> None:
+        """On the thread."""
+        options: Any = {"rank": 0, "size": 1, "device": "cuda", "leave_now": lambda: False}
+        try:
+            make_cross_groups(self.meet, "next", **options)
+        except GroupError as error:
+            self.failed = str(error)
+
+
+@contextlib.contextmanager
+def replica_of(workers: int) -> Iterator[None]:
+    """This process is one of so many; 0: it is in none."""
+    if workers:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
+    try:
+        yield
+    finally:
+        if workers:
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("end", [leave_it, groups._give_up])
+def test_the_next_group_is_made_when_the_abort_of_the_last_one_has_ended(
+    end: Callable[[Any], None], workers: int, ends: list[tuple[str, str]], meet: Rendezvous
+) -> None:
+    """It gets the memory of that one, and has no kernel that what the abort frees may wait for."""
     last = make("last", ends, quick=False)
     if end is groups._give_up:
         abort_groups(replica=None)  # an abort that had nothing to end yet
     end(last)
-    options = {"rank": 0, "size": 1, "device": "cuda", "leave_now": lambda: False}
-    maker = threading.Thread(target=make_cross_groups, args=(meet, "next"), kwargs=options)
-    maker.start()
-    maker.join(0.3)
-    assert maker.is_alive() and Next.made == []
+    with replica_of(workers):
+        making = Making(meet)
+        making.join(0.3)
+        assert making.is_alive() and Next.made == []
+        last.may_end.set()
+        making.join(PATIENCE_S)
+    assert not making.is_alive() and Next.made == [1] and not making.failed
+
+
+def test_who_is_all_of_a_replica_makes_the_next_group_beside_the_abort(
+    ends: list[tuple[str, str]], meet: Rendezvous
+) -> None:
+    """No kernels of its device wait for others but those of that group."""
+    last = make("last", ends, quick=False)
+    leave_it(last)
+    with replica_of(1):
+        making = Making(meet)
+        making.join(PATIENCE_S)
+    assert not making.is_alive() and Next.made == [1] and not making.failed
+    assert last.begun.wait(PATIENCE_S) and ends == []
     last.may_end.set()
-    maker.join(PATIENCE_S)
-    assert not maker.is_alive() and Next.made == [1]
-    close_connections()
+    assert aborts.wait_for_ends(PATIENCE_S)
+
+
+def test_a_group_for_which_there_was_no_memory_fails_when_the_last_one_has_ended(
+    ends: list[tuple[str, str]], meet: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then there is some for the next try."""
+
+    def connect(group: Next, device: torch.device) -> None:
+        raise dist.DistBackendError("ncclUnhandledCudaError: out of memory")
+
+    monkeypatch.setattr(Next, "eager_connect_single_device", connect)
+    last = make("last", ends, quick=False)
+    leave_it(last)
+    with replica_of(1):
+        making = Making(meet)
+        making.join(0.3)
+        assert making.is_alive()
+        last.may_end.set()
+        making.join(PATIENCE_S)
+    assert not making.is_alive() and "out of memory" in making.failed
+    assert aborts.wait_for_ends(PATIENCE_S)
 
 
 def test_an_abort_that_never_ends_is_told_of(ends: list[tuple[str, str]]) -> None:

@@ -140,6 +140,19 @@ def test_recomputation_and_a_chunked_head_need_less() -> None:
     assert sum(needs(recompute="full", loss_chunk=64).values()) < sum(none.values()) - logits
 
 
+def test_a_selection_keeps_no_whole_sequences_of_tensor_ranks() -> None:
+    """They are gathered again, as where all is computed again; what was scattered is kept."""
+
+    def counts(recompute: Any) -> dict[str, int]:
+        train = small_train(recompute=recompute, parallel=ParallelConfig(tensor=2))
+        found = dry_run(train, replicas=1, device="cuda").collectives
+        return {one.kind: one.count for one in found if one.group == "tensor"}
+
+    kept, some, none = (counts(recompute) for recompute in (None, "selective", "full"))
+    assert some["all_gather"] == none["all_gather"] > kept["all_gather"]
+    assert some["reduce_scatter"] == kept["reduce_scatter"] < none["reduce_scatter"]
+
+
 def test_one_lane_among_replicas_takes_one_gradient_and_a_bucket_or_two() -> None:
     bucket = 2**20
     alone, among = (

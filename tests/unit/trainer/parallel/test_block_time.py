@@ -104,10 +104,15 @@ def test_an_evaluation_and_what_nobody_asks_for_is_not_noted() -> None:
     assert "mark" not in story and times.take() == []
 
 
-def test_a_model_without_blocks_has_nothing_to_tell() -> None:
+@pytest.mark.parametrize("blocks", [(), ("layers.0.experts.0", "layers.0.experts.1")])
+def test_a_model_without_blocks_or_with_experts_has_nothing_to_tell(blocks: Any) -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"experts": Model([]).blocks})])})
     times = BlockTimes(lambda: 0)
-    times.cover(nn.Linear(2, 2), ())
-    assert times.take() == times.take() == []
+    times.cover(model, blocks)
+    assert times.take() == []
+    for name in blocks:
+        model.get_submodule(name)(torch.ones(1, 4))
+    assert times.take() == []
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import ErrorType, PrefixStore
 
 from trainer.backend import aborts, groups, polling
@@ -25,14 +26,17 @@ from trainer.replication import replicas
 from trainer.replication.reduction import _QUEUED, Reduction
 from trainer.replication.replicas import CrossGroup, Flight
 
+WORK: Any = _distributed_c10d.WorkResult  # type: ignore[attr-defined]
+"""How c10d says that a collective went."""
+
 NOWHERE = Rendezvous(host="127.0.0.1", port=1, timeout_s=30)
 
 
 class Work:
-    """A collective that has ended, or has not; its own mark on the device, too."""
+    """A collective that has ended, or has not: its mark on the device, and c10d's word of it."""
 
-    def __init__(self, *, ended: bool) -> None:
-        self.ended = ended
+    def __init__(self, *, ended: bool, result: int | None = None) -> None:
+        self.ended, self.result = ended, result
 
     def block_current_stream(self) -> None:
         """See c10d."""
@@ -40,6 +44,19 @@ class Work:
     def query(self) -> bool:
         """As an event of CUDA's."""
         return self.ended
+
+    def get_future_result(self) -> Work:
+        """See c10d."""
+        return self
+
+    def done(self) -> bool:
+        """As a future: c10d has said how it went."""
+        return self.result is not None
+
+    def value(self) -> int:
+        """As a future."""
+        assert self.result is not None
+        return self.result
 
     def is_completed(self) -> bool:
         """See c10d."""
@@ -54,7 +71,7 @@ class Raw:
     """A group of NCCL's that has met an error, or has not."""
 
     def __init__(self, error: ErrorType = ErrorType.SUCCESS) -> None:
-        self.error = error
+        self.error, self.aborted = error, False
 
     def get_error(self) -> ErrorType:
         """See c10d."""
@@ -62,6 +79,7 @@ class Raw:
 
     def abort(self) -> None:
         """See c10d."""
+        self.aborted = True
 
 
 def posing_group(called: list[str]) -> CrossGroup:
@@ -76,14 +94,13 @@ def posing_group(called: list[str]) -> CrossGroup:
         leave_now=lambda: bool(called),
     )
     cross._device = torch.device("cuda")
-    cross._is_reached = is_reached  # type: ignore[method-assign]
+    cross._mark_end = mark_end  # type: ignore[method-assign]
     return cross
 
 
-def is_reached(flight: Flight) -> bool:
-    """As a mark on the device would tell."""
-    flight.asked_s = flight.asked_s or time.monotonic()
-    return bool(flight.work.query())
+def mark_end(flight: Flight) -> None:
+    """What tells of a collective's end is the stand-in itself."""
+    flight.end = flight.result = flight.work
 
 
 def test_a_collective_that_ended_with_a_call_counts_as_lost() -> None:
@@ -120,30 +137,31 @@ def test_what_has_ended_is_followed_and_what_has_failed_is_lost(
     (group,) = cross._groups
     monkeypatch.setattr(groups, "_cross_groups", [group])
     group.error = ErrorType.COMM_ERROR
-    with pytest.raises(CrossGroupLost, match="NCCL has told an error"):
+    with pytest.raises(CrossGroupLost, match="NCCL has met an error"):
         cross.poll(flight)
     assert len(told) == 1
-    with pytest.raises(CrossGroupLost, match="NCCL has told an error"):
+    with pytest.raises(CrossGroupLost, match="NCCL has met an error"):
         cross.start(lambda group: None)
 
 
-class PassedOver(Work):
-    """Has failed, which c10d's watchdog has not met."""
+@pytest.mark.parametrize("result", [WORK.COMM_ERROR, WORK.TIMEOUT])
+def test_a_failed_collective_that_the_watchdog_has_passed_over_is_lost(result: Any) -> None:
+    """It counts no error in the group, and the device never comes to the collective's end."""
+    with pytest.raises(CrossGroupLost, match="NCCL has met an error"):
+        posing_group([]).poll(Flight(Work(ended=False, result=int(result)), ()))
 
-    def is_completed(self) -> bool:
-        """See c10d."""
-        return True
 
+def test_a_collective_that_c10d_knows_to_have_ended_is_waited_for() -> None:
+    """Its mark on the device may come later than that."""
+    asked = list[int]()
 
-def test_a_failed_collective_that_the_watchdog_has_passed_over_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """c10d counts it as one that has ended; the device never comes to its end."""
-    monkeypatch.setattr(replicas, "_LOOK_S", 0.02)
-    cross, begun_s = posing_group([]), time.monotonic()
-    with pytest.raises(CrossGroupLost, match="NCCL has told an error"):
-        cross.poll(Flight(PassedOver(ended=False), ()))
-    assert 0.04 <= time.monotonic() - begun_s < 5
+    class Late(Work):
+        def query(self) -> bool:
+            asked.append(1)
+            return len(asked) > 3
+
+    posing_group([]).poll(Flight(Late(ended=False, result=int(WORK.SUCCESS)), ()))
+    assert len(asked) == 4
 
 
 def test_the_mark_of_a_collective_s_end_is_behind_it_alone(
@@ -151,7 +169,7 @@ def test_the_mark_of_a_collective_s_end_is_behind_it_alone(
 ) -> None:
     """On a stream of its own: others are ahead, and wait for what it does not."""
     story, cross = list[object](), posing_group([])
-    monkeypatch.delattr(cross, "_is_reached")
+    monkeypatch.delattr(cross, "_mark_end")
 
     class Told(Work):
         def block_current_stream(self) -> None:
@@ -192,10 +210,12 @@ class OnDeadDevice(Work):
 
 
 @pytest.mark.parametrize("ask", ["start", "poll", "follow"])
-def test_a_device_s_error_is_not_told_as_the_group_s(ask: str) -> None:
+def test_a_device_s_error_is_not_told_as_the_group_s(
+    ask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is this worker's own, and nobody is called away for it."""
-    cross, told = posing_group([]), list[str]()
-    cross._on_lost, cross._groups = told.append, [Raw()]
+    cross, told, raw = posing_group([]), list[str](), Raw()
+    cross._on_lost, cross._groups = told.append, [raw]
     flight = Flight(OnDeadDevice(ended=False), ())
 
     def issue(group: Any) -> Any:
@@ -204,8 +224,9 @@ def test_a_device_s_error_is_not_told_as_the_group_s(ask: str) -> None:
     with pytest.raises(torch.AcceleratorError):
         cross.start(issue) if ask == "start" else getattr(cross, ask)(flight)
     assert told == []
-    cross._groups[0].abort = None
-    cross.close()  # without an abort, which might never end there
+    monkeypatch.setattr(groups, "_cross_groups", [raw])
+    cross.close()
+    assert aborts.wait_for_ends(5) and not raw.aborted, "an abort might never end there"
 
 
 @pytest.mark.parametrize("error", [DEVICE_ERROR, None])
@@ -408,7 +429,9 @@ def test_a_loss_in_backward_is_left_after_it(how: str, monkeypatch: pytest.Monke
     reduction.start(4)
     reduction.start(8)
     assert begun.wait(5) and ended == []
-    assert told == ([] if called else ["NCCL has told an error of the group across replicas"])
+    assert told == (
+        [] if called else ["NCCL has met an error in the group across replicas; c10d has logged it"]
+    )
     may_end.set()
     with pytest.raises(CrossGroupLost):
         reduction.finish()
