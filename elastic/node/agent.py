@@ -64,8 +64,6 @@ from health.verdict import Sign
 from trainer.backend.link_exchange import Address
 
 _SAMPLE_INTERVAL_S = 0.2
-_LOOK_INTERVAL_S = 0.05
-"""How often to look for processes that are about to end."""
 _TELL_INTERVAL_S = 0.02
 """How often to look for the answer to a call while news waits for it."""
 _PROBE_TIMEOUT_S = 1.0
@@ -295,9 +293,8 @@ class NodeAgent:
         sampled_s = 0.0
         while True:
             waiting = self._deaths and not self._run_over
-            pause_s = _TELL_INTERVAL_S if waiting else _LOOK_INTERVAL_S
+            pause_s = _TELL_INTERVAL_S if waiting else _SAMPLE_INTERVAL_S
             self._deaths += self._processes.ended(pause_s)
-            self._deaths += self._processes.ending()
             now_s = self._clock.tick(time.monotonic())
             if now_s - sampled_s >= _SAMPLE_INTERVAL_S:
                 self._deaths += map(self._with_all, self._processes.frozen(now_s))

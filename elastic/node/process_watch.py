@@ -5,7 +5,7 @@ death. A large one takes its time, in which its flags show what becomes of it. A
 samples of the process's state and heartbeat; a frozen process is killed here and now, because only
 that closes its sockets and wakes the peers that wait for it.
 
-One thread calls `ended`, `ending` and `frozen`, others call `watch`, `signal` and `wait_ended`.
+One thread calls `ended` and `frozen`, others call `watch`, `signal` and `wait_ended`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ LOCKED_TIMES = 10.0
 
 _LAST_BYTES = 16 << 10
 """Of each file of a worker's output that are kept where it is ended, or has ended."""
+
+_LOOK_S = 0.05
+"""How often to look for processes that are about to end."""
 
 _LONG_S = 1.0
 """Shorter stays in a phase are not remembered: no bound is below a few seconds."""
@@ -299,25 +302,34 @@ class ProcessWatch:
             return [death for p in processes for death in _kill_and_report(*p, cause, detail)]
 
     def ended(self, timeout_s: float) -> list[Death]:
-        """Waits up to `timeout_s` for a process to end. Returns the deaths that are news."""
-        ready = self._poll.poll(timeout_s)
-        deaths = [self._already_dead.pop() for _ in range(len(self._already_dead))]
-        for pidfd, _ in ready:
-            with self._lock:
-                process = self._processes.pop(pidfd)
-                self._gone.notify_all()
-                self._poll.unregister(pidfd)
-                detail = _ended(pidfd, process.pid)
-                os.close(pidfd)
-            if process.heartbeat is not None:
-                process.heartbeat.close()
-            if not process.reported:
-                deaths.append(Death(worker=process.worker, cause=CRASH, detail=detail))
-        return deaths
+        """Waits up to `timeout_s` for a process to end, or to begin to. Returns the deaths that are
+        news."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, until_s - time.monotonic())
+            ready = self._poll.poll(min(left_s, _LOOK_S))
+            deaths = [self._already_dead.pop() for _ in range(len(self._already_dead))]
+            deaths += [death for pidfd, _ in ready for death in self._take(pidfd)]
+            deaths += self._ending()
+            if ready or deaths or left_s <= _LOOK_S:
+                return deaths
 
-    def ending(self) -> list[Death]:
-        """The deaths that are news of processes that are about to end. With hundreds of GB of
-        memory, or a GPU that others use, too, that takes seconds."""
+    def _take(self, pidfd: int) -> list[Death]:
+        """One that has ended."""
+        with self._lock:
+            process = self._processes.pop(pidfd)
+            self._gone.notify_all()
+            self._poll.unregister(pidfd)
+            detail = _ended(pidfd, process.pid)
+            os.close(pidfd)
+        if process.heartbeat is not None:
+            process.heartbeat.close()
+        known = process.reported
+        return [] if known else [Death(worker=process.worker, cause=CRASH, detail=detail)]
+
+    def _ending(self) -> list[Death]:
+        """Of those that are about to end. With hundreds of GB of memory, or a GPU that others use,
+        too, that takes seconds."""
         deaths = []
         for pidfd, process in list(self._processes.items()):
             if process.reported or not is_ending(process.pid):

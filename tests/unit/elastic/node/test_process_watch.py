@@ -74,7 +74,6 @@ def deaths(watch: ProcessWatch, enough: Callable[[list[Death]], bool] = bool) ->
     while not enough(found):
         assert time.monotonic() < deadline
         found += watch.ended(0.05)
-        found += watch.ending()
         found += watch.frozen(time.monotonic())
     return found
 
@@ -121,9 +120,8 @@ def test_how_a_process_ended_is_said_where_the_kernel_tells(
         ("", ""),  # 0, which stands for what may not be read, too
     ],
 )
-@pytest.mark.parametrize("look", ["ended", "ending"])
 def test_how_a_process_ended_is_said_before_its_parent_takes_notice(
-    start: Start, then: str, how: str, look: str
+    start: Start, then: str, how: str
 ) -> None:
     watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start(then)
     watch.watch("w0", process.pid, fd)
@@ -131,7 +129,7 @@ def test_how_a_process_ended_is_said_before_its_parent_takes_notice(
     process.stdin.write(b"\n")
     process.stdin.flush()
     wait_until(lambda: read_state(process.pid) == "Z")
-    found = watch.ended(DEADLINE_S) if look == "ended" else watch.ending()
+    found = watch.ended(DEADLINE_S)
     assert found == [Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended{how}")]
 
 
@@ -143,7 +141,7 @@ memory.madvise({mmap.MADV_NOHUGEPAGE:d})
 for at in range(0, len(memory), 4096): memory[at] = 1"""
     watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("", f"{IN_BACKWARD}\n{take}")
     watch.watch("w0", process.pid, fd)
-    assert watch.ending() == []
+    assert watch.ended(0) == []
     pidfd = os.pidfd_open(process.pid)
     process.kill()
     found: list[Death] = []
@@ -151,12 +149,12 @@ for at in range(0, len(memory), 4096): memory[at] = 1"""
         ended, _, _ = select.select([pidfd], [], [], 0)
         if ended:
             pytest.skip("it ended while this test had no core")
-        found = watch.ending()
+        found = watch.ended(0)
     os.close(pidfd)
     assert found == [
         Death(worker="w0", cause=CRASH, detail=f"process {process.pid} ended by SIGKILL")
     ]
-    assert watch.ended(DEADLINE_S) == watch.ending() == [], "and is told of once"
+    assert watch.ended(DEADLINE_S) == watch.ended(0.1) == [], "and is told of once"
 
 
 def test_a_process_that_was_gone_is_reported() -> None:
