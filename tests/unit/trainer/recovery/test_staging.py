@@ -27,7 +27,7 @@ def test_a_copy_is_whole(count: int, threads: int) -> None:
 def test_heals_use_the_same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has 32 for all that a process does, and never takes one back."""
     made = list[torch.device]()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(device))
     stream_for.cache_clear()
     for _ in range(10):
         for number in range(4):
