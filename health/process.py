@@ -17,24 +17,26 @@ _PF_EXITING = 1 << 2
 """Of a task's flags. Source: the kernel's linux/sched.h."""
 
 
+def _after_name(stat: str) -> list[str]:
+    """The fields of a line of /proc/<pid>/stat from the state on. The name before it is the
+    process's own to choose, with brackets and blanks: its last bracket counts."""
+    return stat[stat.rindex(")") + 1 :].split()
+
+
 def parse_state(stat: str) -> str:
     """The state letter in a line of /proc/<pid>/stat: R running, S asleep, D asleep and not to be
-    woken, T stopped by a signal, t stopped by a debugger, Z ended.
-
-    The name before it is the process's own to choose, with brackets and blanks: its last bracket
-    counts. Source: proc_pid_stat(5).
-    """
-    return stat[stat.rindex(")") + 1 :].split()[0]
+    woken, T stopped by a signal, t stopped by a debugger, Z ended. Source: proc_pid_stat(5)."""
+    return _after_name(stat)[0]
 
 
 def parse_born_ticks(stat: str) -> int:
     """When the process of such a line was started, in clock ticks since the machine was."""
-    return int(stat[stat.rindex(")") + 1 :].split()[19])
+    return int(_after_name(stat)[19])
 
 
 def parse_cpu_ticks(stat: str) -> int:
     """The processor time of all threads of the process of such a line, in clock ticks."""
-    user, system = stat[stat.rindex(")") + 1 :].split()[11:13]
+    user, system = _after_name(stat)[11:13]
     return int(user) + int(system)
 
 
@@ -42,13 +44,13 @@ def parse_ending(stat: str) -> bool:
     """Whether the first thread of the process of such a line has ended, or is about to: a process
     first gives its memory back, 50 ms for each GB, and what it has of GPUs. Its peers' connections
     are closed after that."""
-    state, *others = stat[stat.rindex(")") + 1 :].split()
+    state, *others = _after_name(stat)
     return state == "Z" or bool(int(others[5]) & _PF_EXITING)
 
 
 def parse_exit_status(stat: str) -> int:
     """What a parent will be told by wait(2) of the process of such a line."""
-    return int(stat[stat.rindex(")") + 1 :].split()[49])
+    return int(_after_name(stat)[49])
 
 
 def read_state(pid: int) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,9 +44,8 @@ _LOW_BITS = 0xFFFF
 """Of a float32: what a bfloat16 has not."""
 
 Piece = tuple[torch.Tensor, ...]
-"""Of one parameter: its numbers, their gradients, both moments, and the step counter."""
-
-_Piece = TypeVar("_Piece", bound=Sequence[torch.Tensor])
+"""Of one parameter: its numbers, their gradients, both moments, and, but where the update is
+compiled, the step counter."""
 
 
 class RoundedAdamW(torch.optim.Optimizer):
@@ -108,14 +107,14 @@ class RoundedAdamW(torch.optim.Optimizer):
 
     def _step_compiled(self, update: Callable[..., Any], group: dict[str, Any]) -> None:
         settings = self._settings(group)
-        small: list[list[torch.Tensor]] = []
+        small: list[Piece] = []
         for *numbers, _ in self._pieces(group["params"], _COMPILED_AT_ONCE):
             size = numbers[0].numel()
             end = size // _ROW * _ROW if size >= _TOGETHER else 0
             if end:
                 update(*(_rows(tensor[:end]) for tensor in numbers), *settings)
             if end < size:
-                small.append([tensor[end:] for tensor in numbers])
+                small.append(tuple(tensor[end:] for tensor in numbers))
         for together in _batches(small):
             self._update_together(update, together, settings)
         # autograd is to notice a backward over weights that were updated after their forward
@@ -124,7 +123,7 @@ class RoundedAdamW(torch.optim.Optimizer):
     @staticmethod
     def _update_together(
         update: Callable[..., Any],
-        pieces: list[list[torch.Tensor]],
+        pieces: list[Piece],
         settings: Sequence[torch.Tensor],
     ) -> None:
         """Those of one batch, in a copy."""
@@ -166,9 +165,9 @@ class RoundedAdamW(torch.optim.Optimizer):
                     yield (*piece, state["step"])
 
 
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """All of them, `_AT_ONCE` numbers at most in each batch."""
-    batch: list[_Piece] = []
+    batch: list[Piece] = []
     room = _AT_ONCE
     for piece in pieces:
         if piece[0].numel() > room:

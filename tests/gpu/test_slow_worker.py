@@ -21,9 +21,7 @@ from trainer.tasks.custom import CustomTask
 
 BLOCKS, STEPS = 4, 8
 HELD_UP_S = 0.01
-"""Of each block's forward, on the slow worker."""
-CYCLES = 20_000_000
-"""That long on an H100 or longer, on one of its many multiprocessors."""
+"""Of each block's forward, on the slow worker; a fabric's device is held up for longer."""
 
 _slow: Fabric | None = None
 """What this process is slow on."""
@@ -39,7 +37,7 @@ class Block(nn.Module):
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         """Alike on all workers."""
         if _slow is not None and _slow.device == "cuda":
-            torch.cuda._sleep(CYCLES)
+            _slow.hold_up()
         elif _slow is not None:
             until_s = time.thread_time() + HELD_UP_S
             while time.thread_time() < until_s:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
+
+from trainer.parallel.compiled import trains
 
 _SHARE = 3
 """Forward and backward, in forwards."""
@@ -53,7 +54,7 @@ class BlockTimes:
     def _timed(
         self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self._spans is None or not (block.training and torch.is_grad_enabled()):
+        if self._spans is None or not trains(block):
             return forward(*args, **kwargs)
         begin = self._stamp()
         found = forward(*args, **kwargs)

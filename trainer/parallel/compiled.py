@@ -76,7 +76,7 @@ def compile_blocks(
             f"block {name}",
             block.forward,
             required=required,
-            wanted=partial(_trains, block),
+            wanted=partial(trains, block),
             budget=budget,
             backend=backend,
         )
@@ -139,7 +139,8 @@ def compiled_by(backend: Callable[..., Any]) -> Iterator[None]:
             torch._C._dynamo.eval_frame.reset_code(code)
 
 
-def _trains(block: nn.Module) -> bool:
+def trains(block: nn.Module) -> bool:
+    """Whether a call of it has a backward in training."""
     return block.training and torch.is_grad_enabled()
 
 

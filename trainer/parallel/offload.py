@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from trainer.parallel.compiled import trains
 from trainer.parallel.host_memory import Flight, HostMemory
 
 
@@ -113,7 +114,7 @@ class _CoveredForward:
         self._stays, self._weights = stays, set[int]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self._block.training and torch.is_grad_enabled()):
+        if not trains(self._block):
             return self._forward(*args, **kwargs)
         if not self._weights:  # FSDP2 resizes these storages, but they stay the same ones
             self._weights = {

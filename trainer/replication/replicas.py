@@ -273,9 +273,8 @@ class CrossGroup:
         except RuntimeError as error:
             raise self._lose(error) from error
         if self._on_nccl:
-            self.listen(
-                flight
-            )  # one that a call has aborted ends like another, with anything in it
+            # One that a call has aborted ends like another, with anything in it.
+            self.listen(flight)
 
     def follow(self, flight: Flight) -> None:
         """Orders what this worker does next after a collective: on NCCL the current stream waits,
