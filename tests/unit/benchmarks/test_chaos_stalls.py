@@ -22,6 +22,8 @@ from tests.support.chaos_events import (
 
 BOUND_S = 15.0
 """`freeze_timeout_s` + `node_timeout_s`: 10 + 5 s."""
+STEP_S = 1.0
+"""What a step takes below."""
 
 
 def deed(kind: ActionKind, began: float, ended: float, *, paused: bool) -> Deed:
@@ -32,9 +34,11 @@ def deed(kind: ActionKind, began: float, ended: float, *, paused: bool) -> Deed:
 def stalls(
     happened: list[Event], *, gap_s: float, deeds: tuple[Deed, ...] = (), least: int = 2
 ) -> list[str]:
-    """Of a run of workers a, b and c with a commit at 101, and the next one after `gap_s`."""
+    """Of a run of workers a, b and c with a commit at 101, and the next one after `gap_s` and the
+    time that a step takes."""
     begin = [joined(70, "a"), joined(71, "b"), joined(72, "c"), roster(100, 1, "start", {"0": [0]})]
-    steps = [committed(101, 1), committed(101 + gap_s, 2), committed(102 + gap_s, 2)]
+    gap_s += STEP_S
+    steps = [committed(101, 1), committed(101 + gap_s, 2), committed(101 + gap_s + STEP_S, 2)]
     return find_long_stalls(
         [*begin, *happened, ended(103 + gap_s)], steps, HEALTH, least_workers=least, deeds=deeds
     )
@@ -49,8 +53,16 @@ def test_the_bound_lies_below_timeouts_that_are_meant_for_something_else() -> No
 def test_a_gap_has_a_bound() -> None:
     assert stalls([], gap_s=BOUND_S - 0.1) == []
     assert stalls([], gap_s=BOUND_S + 0.1) == [
-        "stood still for 15.1 s without a reason, between 31.0 and 46.1 s"
+        "stood still for 15.1 s without a reason, between 31.0 and 47.1 s"
     ]
+
+
+def test_a_step_may_take_as_long_as_one_replica_needs_for_all_lanes() -> None:
+    """A replica has one lane at first and three later: three times what a step takes."""
+    alone: list[Event] = [roster(102, 2, "boundary", {"0": [0, 1, 2], "1": []})]
+    more_s = 2 * STEP_S
+    assert stalls(alone, gap_s=BOUND_S + more_s - 0.1) == []
+    assert len(stalls(alone, gap_s=BOUND_S + more_s + 0.1)) == 1
 
 
 def test_the_way_to_the_first_commit_and_to_the_end_has_one() -> None:
