@@ -1,4 +1,4 @@
-"""What kernels of a GPU take beside their results, where the CPU's take nothing. Pure.
+"""What kernels take beside their results, by the device. Pure.
 
 Attention in forward keeps the same on both: its output, and one float32 for each head and token. A
 fused AdamW takes nothing on either. A composed operation (a norm, a rotation) is run as what it is
@@ -29,5 +29,13 @@ def attention_backward_bytes(
     return query.numel() * torch.float32.itemsize + expanded
 
 
-BESIDE: dict[str, Beside] = {"cpu": {}, "cuda": {_ATTENTION: attention_backward_bytes}}
+def product_of_8_bits_bytes(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    """On a CPU factors and product are float32: `trainer/float8/products.py`."""
+    return (a.numel() + b.numel() + a.shape[0] * b.shape[1]) * torch.float32.itemsize
+
+
+BESIDE: dict[str, Beside] = {
+    "cpu": {torch.ops.aten._scaled_mm.default: product_of_8_bits_bytes},
+    "cuda": {_ATTENTION: attention_backward_bytes},
+}
 """By the device."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic import ModelConfig
+from elastic import Float8, ModelConfig
 from tests.support.measured_peak import measured_peak
 from tests.support.small_llama import SETTINGS, small_train
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
@@ -88,6 +88,11 @@ LAYOUTS = {
             gather_ahead=3,
             optimizer=OptimizerConfig(master_dtype="bfloat16", moment_dtype="bfloat16"),
         ),
+        1,
+    ),
+    "8 bits": (small_train(precision="bfloat16", converters=(Float8(),)), 1),
+    "8 bits by rows, recomputed": (
+        small_train(precision="bfloat16", recompute="full", converters=(Float8(recipe="rowwise"),)),
         1,
     ),
     "GPT-2": (of_text("gpt2", GPT2), 1),

@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainer.float8 import products
 from trainer.float8.products import Recipe, linear
-from trainer.float8.scales import LARGEST_EXPONENT, scale_of, to_float8
+from trainer.float8.scales import LARGEST_EXPONENT, Scaled, scale_of, to_float8
 
 FORMATS = sorted(LARGEST_EXPONENT, key=str)
 
@@ -101,6 +103,47 @@ def test_the_three_products_are_those_of_the_rounded_factors(recipe: Recipe, tok
         assert got.dtype == torch.bfloat16
         error = (got.double() - wanted).abs().max() / wanted.abs().max()
         assert error < 2**-8, (name, error)
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_cpu_a_product_is_torch_s_own(dtype: torch.dtype, by_row: bool) -> None:
+    torch.manual_seed(7)
+    a = to_float8(torch.randn(32, 64) * 5, E4M3, by_row=by_row)
+    b = to_float8(torch.randn(48, 64) / 9, E4M3, by_row=by_row)
+    if by_row:
+        b = Scaled(b.data, b.inverse.t())
+    torch_s = torch._scaled_mm(a.data, b.data.t(), a.inverse, b.inverse, out_dtype=dtype)
+    torch.testing.assert_close(products._product(a, b, dtype), torch_s, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [32, 21])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_gpu_takes_the_factors_as_they_lie(
+    recipe: Recipe, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch wants of them on GPUs: sides that 16 divides, contiguous along what is summed."""
+    taken: list[tuple[Scaled, Scaled]] = []
+
+    def noting(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
+        taken.append((a, b))
+        return on_cpu(a, b, dtype)
+
+    on_cpu = products._product_on_cpu
+    monkeypatch.setattr(products, "_product_on_cpu", noting)
+    x = torch.randn(tokens, 48, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32, 48, dtype=torch.bfloat16, requires_grad=True)
+    linear(x, weight, recipe).sum().backward()
+    assert len(taken) == 3
+    with FakeTensorMode():
+        for a, b in taken:
+            on_gpus = [Scaled(*map(on_gpu, factor)) for factor in (a, b)]
+            products._product(on_gpus[0], on_gpus[1], torch.bfloat16)
+
+
+def on_gpu(x: torch.Tensor) -> torch.Tensor:
+    """Of the same shape and strides, without numbers."""
+    return torch.empty_strided(x.shape, x.stride(), device="cuda", dtype=x.dtype)
 
 
 @pytest.mark.parametrize(("recipe", "most"), [("tensorwise", 0.07), ("rowwise", 0.06)])
