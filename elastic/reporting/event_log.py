@@ -157,7 +157,7 @@ def read_steps(
             fact = f"a step record lacks fields, it has {sorted(data)}"
             raise RecordError(str(path), line, fact)
         for later in range(record.step + 1, newest + 1):
-            if later in kept and kept[later].time < record.time:
+            if later in kept and kept[later].generation < record.generation:
                 del kept[later]
         kept[record.step] = record
         newest = max(newest, record.step)

@@ -54,7 +54,8 @@ def write(path: Path, records: list[StepRecord]) -> Path:
 
 
 def histories() -> st.SearchStrategy[list[StepRecord]]:
-    """A run that goes back now and then, to any step that it has done."""
+    """A run that goes back now and then, to any step that it has done. Clocks say nothing: that of
+    the machine which leads next may be behind."""
 
     def play(moves: list[tuple[int, int]]) -> list[StepRecord]:
         records: list[StepRecord] = []
@@ -62,7 +63,7 @@ def histories() -> st.SearchStrategy[list[StepRecord]]:
         for generation, (back, onward) in enumerate(moves, start=1):
             step = max(0, step - back)
             for _ in range(onward):
-                records.append(record(step, float(len(records)), generation))
+                records.append(record(step, -float(len(records)), generation))
                 step += 1
         return records
 

@@ -19,7 +19,11 @@ from tests.support.tiny import tiny_task, tiny_train, write_text
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.errors import ConfigError
+from trainer.float8 import products
+from trainer.float8.config import Float8
+from trainer.float8.scales import Scaled
 from trainer.models.family import HUGGING_FACE
+from trainer.models.init import FullWeights
 from trainer.parallel.recompute import Recompute, recompute_blocks
 from trainer.tasks.custom import CustomTask
 
@@ -127,9 +131,11 @@ def test_less_is_kept() -> None:
     assert full < half < 0.75 * plain
 
 
-def operations(recompute: Recompute | None) -> int:
+def operations(recompute: Recompute | None, *, bits: int = 32) -> int:
     """Of a forward and a backward."""
     model = llama().train()
+    if bits == 8:
+        model, _ = Float8().convert(model, FullWeights({}))
     if recompute is not None:
         recompute_blocks(model, HUGGING_FACE.blocks(model), recompute)
     with FlopCounterMode(display=False) as counter:
@@ -137,12 +143,23 @@ def operations(recompute: Recompute | None) -> int:
     return counter.get_total_flops()
 
 
-def test_half_of_the_products_are_done_again() -> None:
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("as_on_gpus", [False, True])
+def test_half_of_the_products_are_done_again(
+    bits: int, as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a selection keeps is not seen by hooks on saved tensors."""
-    plain, full = operations(None), operations("full")
-    again = (operations("selective") - plain) / (full - plain)
+    if as_on_gpus:
+        monkeypatch.setattr(products, "_product_on_cpu", scaled_mm)
+    plain, full = operations(None, bits=bits), operations("full", bits=bits)
+    again = (operations("selective", bits=bits) - plain) / (full - plain)
     assert 0.25 < again < 0.75
-    assert 0.25 < (operations(2) - plain) / (full - plain) < 0.75
+    assert 0.25 < (operations(2, bits=bits) - plain) / (full - plain) < 0.75
+
+
+def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
+    """Torch's own, which a CPU has, too."""
+    return torch._scaled_mm(a.data, b.data.t(), a.inverse, b.inverse, out_dtype=dtype)
 
 
 def test_an_evaluation_keeps_nothing_and_recomputes_nothing() -> None:
