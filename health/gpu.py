@@ -16,15 +16,20 @@ from health.reading import Reading
 
 def open_nvml() -> ModuleType | None:
     """NVML, ready to be asked; None where there is none."""
+    return try_nvml()[0]
+
+
+def try_nvml() -> tuple[ModuleType | None, str]:
+    """As `open_nvml`, and why it does not start, in its words; "" where its package is missing."""
     try:
         import pynvml
     except ImportError:
-        return None
+        return None, ""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
+    except pynvml.NVMLError as error:
+        return None, str(error)
+    return pynvml, ""
 
 
 def bus_address(bus_id: str) -> str:
