@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -129,6 +130,20 @@ def test_a_damaged_line_is_named_from_either_end(tmp_path: Path) -> None:
         with pytest.raises(RecordError, match=r"steps\.jsonl:2: a step record lacks fields"):
             read(path)
     assert last_step(path, lambda r: r.step == 0, lenient=True) == record(0, 0.0)
+
+
+def test_what_no_file_can_hold_is_replaced_in_what_is_told(tmp_path: Path) -> None:
+    """The name of a file that is no UTF-8, in the text of an error: the loss was in no record."""
+    path = tmp_path / "events.jsonl"
+    lost = WorkerLost(
+        time=1.0, worker="w1", node="n", pid=1, slot=None, cause=CRASH,
+        detail="cannot decode " + os.fsdecode(b"caf\xe9.png"),
+    )  # fmt: skip
+    with EventLog(path) as log:
+        log.append(lost)
+        log.append(replace(lost, worker="w2"))
+    expected = replace(lost, detail="cannot decode caf?.png")
+    assert read_events(path) == [expected, replace(expected, worker="w2")]
 
 
 def seconds_of(path: Path, steps: int) -> float:
