@@ -2,7 +2,7 @@
 
     write_shared
       ├─ cut_shared            slices in a buffer into parts     } planned once
-      └─ write_parts           parts into segments               } (`write_plan.py`)
+      └─ write_parts           parts into segments               } (`segment_plan.py`)
            └─ _write_segment   header, each part's bytes from where they lie, table of their CRCs
 
 Nothing written here can be seen as a checkpoint until `commit` publishes a manifest that names it.
