@@ -28,7 +28,7 @@ from checkpointing import (
 from checkpointing.format.segment import first_bad_block, seed_of
 from elastic.node.helpers import announce
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.rpc import Remote
+from elastic.protocol.rpc import Remote, last_line
 from elastic.protocol.saves import HeldSnapshot, HolderApi
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class HeldSegments:
                 _check(self._held.manifest.segments[key], start, start + length, data)
                 return data
             except (CheckpointError, ray.exceptions.RayError) as error:
-                reasons.append(f"node {node[:8]}: {type(error).__name__}: {_first_line(error)}")
+                reasons.append(f"node {node[:8]}: {type(error).__name__}: {last_line(error)}")
                 log.warning("%s cannot be read on %s", key, reasons[-1])
         raise StoreUnavailableError(key, None, "; ".join(reasons) or "no node has it")
 
@@ -149,8 +149,3 @@ def _check(segment: Segment, start: int, stop: int, data: bytes) -> None:
     bad = first_bad_block(data, crcs, segment.block_bytes, seed_of(segment))
     if bad is not None:
         raise CorruptError(segment.key, "its CRC32 differs", first + bad)
-
-
-def _first_line(error: Exception) -> str:
-    """Ray puts the whole remote traceback into an error's text; its last line is the fact."""
-    return str(error).strip().splitlines()[-1]
