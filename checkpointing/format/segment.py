@@ -204,3 +204,14 @@ def first_bad_block(data: bytes, crcs: Sequence[int], block_bytes: int, seed: in
         if crc32(view[block * block_bytes : (block + 1) * block_bytes], seed) != crc:
             return block
     return None
+
+
+def bad_block_of(segment: Segment, start: int, data: bytes) -> int | None:
+    """The first block of `segment` in `data`, its bytes from `start` on, that is not what was
+    written, if any. `data` is whole blocks, but for the segment's last, and none of it is missing.
+    """
+    first = start // segment.block_bytes
+    behind = -(-(start + len(data)) // segment.block_bytes)
+    crcs = segment.crcs[first:behind]
+    bad = first_bad_block(data, crcs, segment.block_bytes, seed_of(segment))
+    return None if bad is None else first + bad

@@ -25,7 +25,7 @@ from checkpointing import (
     sweep_given_up,
     sweep_snapshots,
 )
-from checkpointing.format.segment import first_bad_block, seed_of
+from checkpointing.format.segment import bad_block_of
 from elastic.node.helpers import announce
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote, last_line
@@ -144,8 +144,6 @@ def _check(segment: Segment, start: int, stop: int, data: bytes) -> None:
     that fails its CRC."""
     if len(data) != stop - start:
         raise CorruptError(segment.key, f"{len(data)} bytes came for {start} to {stop}")
-    first, behind = start // segment.block_bytes, -(-stop // segment.block_bytes)
-    crcs = segment.crcs[first:behind]
-    bad = first_bad_block(data, crcs, segment.block_bytes, seed_of(segment))
+    bad = bad_block_of(segment, start, data)
     if bad is not None:
-        raise CorruptError(segment.key, "its CRC32 differs", first + bad)
+        raise CorruptError(segment.key, "its CRC32 differs", bad)
