@@ -54,7 +54,6 @@ from checkpointing.retention.retire import (
     retire,
     sweep_attempt,
     sweep_orphans,
-    sweep_uncommitted,
 )
 from checkpointing.retention.survey import Survey, Surveyor
 from checkpointing.retention.verified_mark import note_verified, verified_at
@@ -180,7 +179,6 @@ __all__ = [
     "sweep_given_up",
     "sweep_orphans",
     "sweep_snapshots",
-    "sweep_uncommitted",
     "take_stock",
     "tensors_sha256",
     "unpin",

@@ -124,7 +124,7 @@ def retire(
             continue
         surveyor.forget(step)
         deleted.append(step)
-    _sweep(surveyor, up_to_step)
+    sweep_uncommitted(surveyor, up_to_step)
     return deleted
 
 
@@ -152,13 +152,24 @@ def delete_checkpoint(store: Store, keys: Keys, step: int, *, force: bool = Fals
     _delete(store, keys, step, survey)
 
 
-def sweep_uncommitted(store: Store, keys: Keys, older_than_step: int) -> list[str]:
+def sweep_uncommitted(surveyor: Surveyor, older_than_step: int) -> list[str]:
     """Deletes what attempts that never committed have left, and returns the deleted keys.
 
     Only steps below `older_than_step` and below the newest checkpoint are touched: at later ones a
     writer may be at work.
     """
-    return _sweep(Surveyor(store=store, keys=keys), older_than_step)
+    store, keys = surveyor.store, surveyor.keys
+    written, noted = store.list(keys.data), store.list(keys.commits)
+    survey = surveyor.survey()
+    if not survey.segments:
+        return []
+    limit = min(older_than_step, max(survey.segments))
+    data = [key for key in written if _step(keys, key, default=limit) < limit]
+    listed = [key for key in noted if _step(keys, key, default=limit) < limit]
+    records = [key for key in listed if not _belongs(keys, key, survey)]
+    expired = [*plan_segments(data, survey, keys), *records]
+    store.delete_many(expired)
+    return sorted(expired)
 
 
 def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
@@ -207,21 +218,6 @@ def _delete(store: Store, keys: Keys, step: int, survey: Survey) -> Survey:
     store.delete_many(plan_segments(survey.segments.get(step, ()), rest, keys))
     store.delete(keys.claim(step))
     return rest
-
-
-def _sweep(surveyor: Surveyor, older_than_step: int) -> list[str]:
-    store, keys = surveyor.store, surveyor.keys
-    written, noted = store.list(keys.data), store.list(keys.commits)
-    survey = surveyor.survey()
-    if not survey.segments:
-        return []
-    limit = min(older_than_step, max(survey.segments))
-    data = [key for key in written if _step(keys, key, default=limit) < limit]
-    listed = [key for key in noted if _step(keys, key, default=limit) < limit]
-    records = [key for key in listed if not _belongs(keys, key, survey)]
-    expired = [*plan_segments(data, survey, keys), *records]
-    store.delete_many(expired)
-    return sorted(expired)
 
 
 def _belongs(keys: Keys, key: str, survey: Survey) -> bool:

@@ -25,15 +25,16 @@ from checkpointing import (
     Reader,
     S3Config,
     Store,
+    Surveyor,
     list_steps,
     load_manifest,
     open_store,
     pin,
     sweep_orphans,
-    sweep_uncommitted,
     unpin,
     verify_checkpoint,
 )
+from checkpointing.retention.retire import sweep_uncommitted
 from tests.support import save_roles
 from tests.support.fakes.s3_faults import FaultServer, Rule
 from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
@@ -385,5 +386,5 @@ def test_what_a_killed_import_has_left_goes_after_a_day(config: S3Config, store:
         claim = {"claim": "importing", "by": "somebody", "until": until}
         store.put(KEYS.claim(NEW), [json.dumps(claim).encode()])
         assert bool(sweep_orphans(store, KEYS, 0)) is False
-        assert bool(sweep_uncommitted(store, KEYS, LATER)) is goes
+        assert bool(sweep_uncommitted(Surveyor(store=store, keys=KEYS), LATER)) is goes
     check_nothing_else(store, config)

@@ -22,9 +22,9 @@ from checkpointing import (
     plan_retention,
     retire,
     set_aside,
-    sweep_uncommitted,
     write_slices,
 )
+from checkpointing.retention.retire import sweep_uncommitted
 from checkpointing.stores.local import LocalStore
 
 KEYS = Keys()
@@ -44,6 +44,10 @@ def write(store: LocalStore, step: int, *, attempt: int = 0, publish: bool = Tru
         commit(
             store, KEYS, step=step, generation=0, receipts=[receipt], training_state={}, versions={}
         )
+
+
+def sweep(store: LocalStore, older_than_step: int) -> list[str]:
+    return sweep_uncommitted(Surveyor(store=store, keys=KEYS), older_than_step)
 
 
 def test_rules() -> None:
@@ -89,7 +93,7 @@ def test_delete_begins_with_the_manifest(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     assert list_steps(store, KEYS) == [20]
     (left,) = [key for key in store.list("d/") if "000000000010" in key]
-    assert sweep_uncommitted(store, KEYS, 20) == [left, KEYS.claim(10)]
+    assert sweep(store, 20) == [left, KEYS.claim(10)]
 
 
 def test_sweep_takes_only_old_uncommitted_data(tmp_path: Path) -> None:
@@ -107,9 +111,9 @@ def test_sweep_takes_only_old_uncommitted_data(tmp_path: Path) -> None:
     store.put(record, [b"half a manifest"])
     store.put("notes/readme", [b"not ours"])
 
-    assert sweep_uncommitted(store, KEYS, 15) == sorted([dead, part])
-    assert sweep_uncommitted(store, KEYS, 10**6) == sorted([never, record])
-    assert sweep_uncommitted(store, KEYS, 10**6) == []
+    assert sweep(store, 15) == sorted([dead, part])
+    assert sweep(store, 10**6) == sorted([never, record])
+    assert sweep(store, 10**6) == []
     assert list_steps(store, KEYS) == [10, 30]
     assert [KEYS.step_of(key) for key in store.list("d/")] == [10, 30, 40]
     last = newest(store, KEYS)
@@ -125,15 +129,15 @@ def test_a_pin_under_way_is_no_rubbish(tmp_path: Path) -> None:
         write(store, step)
     pinning = KEYS.claim(10) + ".0f.part"
     store.put(pinning, [b"pinned"])
-    assert sweep_uncommitted(store, KEYS, 30) == []
+    assert sweep(store, 30) == []
     delete_checkpoint(store, KEYS, 10)
-    assert sweep_uncommitted(store, KEYS, 30) == [pinning]
+    assert sweep(store, 30) == [pinning]
 
 
 def test_sweep_without_a_checkpoint_takes_nothing(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     write(store, 10, publish=False)
-    assert sweep_uncommitted(store, KEYS, 10**6) == []
+    assert sweep(store, 10**6) == []
     assert len(store.list("d/")) == 1
 
 
@@ -142,9 +146,9 @@ def test_unreadable_manifest_guards_its_step_until_deleted(tmp_path: Path) -> No
     write(store, 10)
     write(store, 20)
     store.put(KEYS.commit(10), [b'{"schema": 99}'])
-    assert sweep_uncommitted(store, KEYS, 20) == []
+    assert sweep(store, 20) == []
     delete_checkpoint(store, KEYS, 10)
-    assert len(sweep_uncommitted(store, KEYS, 20)) == 1
+    assert len(sweep(store, 20)) == 1
     assert all("000000000020" in key for key in store.list(""))
 
 
