@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import boto3
 import pytest
 
 from checkpointing import (
@@ -30,17 +29,11 @@ from checkpointing import (
 )
 from checkpointing.stores.s3.pace import shared_file, shared_pacer
 from tests.support.fakes.s3_faults import FaultServer, Kind
-from tests.support.fakes.s3_server import forget_pace
+from tests.support.fakes.s3_server import forget_pace, open_uploads
 
 MIB = 1 << 20
 LARGE = b"".join(bytes([n]) * MIB for n in range(6))  # two parts
 SEGMENT = "d/3f/r00003/000000000010-1-0/00000.safetensors"
-
-
-def open_uploads(config: S3Config) -> list[str]:
-    client = boto3.client("s3", endpoint_url=config.endpoint_url)
-    answer = client.list_multipart_uploads(Bucket=config.bucket, Prefix=config.prefix)
-    return [entry["Key"] for entry in answer.get("Uploads", ())]
 
 
 # -- what is cured by trying again -----------------------------------------------------------------
