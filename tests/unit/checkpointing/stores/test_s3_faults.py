@@ -40,6 +40,9 @@ SEGMENT = "d/3f/r00003/000000000010-1-0/00000.safetensors"
 
 CURABLE: dict[str, dict[str, Any]] = {
     "503 SlowDown": {"action": "slow_down"},
+    "429": {"action": "error", "status": 429, "code": "TooManyRequests"},
+    "KMS is throttled": {"action": "error", "status": 400, "code": "KMS.ThrottlingException"},
+    "408": {"action": "error", "status": 408, "code": "SomethingNew"},
     "500": {"action": "error"},
     "409": {"action": "error", "status": 409, "code": "OperationAborted"},
     "reset": {"action": "reset"},
@@ -90,6 +93,16 @@ def test_all_else_is_repeated(action: Any, kind: Any, s3: Store, faults: FaultSe
     assert call() == answer
     assert rule.fired == 1
     assert faults.count(kind) == 2
+
+
+@pytest.mark.parametrize("status", [408, 429])
+def test_an_answer_without_a_body_is_told_by_its_status(
+    status: int, s3: Store, faults: FaultServer
+) -> None:
+    s3.put("d/x", [b"."])
+    rule = faults.inject("error", kind="head", status=status)
+    assert s3.size("d/x") == 1
+    assert rule.fired == 1
 
 
 @pytest.mark.parametrize("action", ["error_in_200", "slow_down", "reset", "drop_after_body"])
@@ -206,11 +219,18 @@ def test_throttled_for_too_long(config: S3Config, faults: FaultServer) -> None:
     assert faults.count("abort") == 1 and open_uploads(config) == []
 
 
-def test_the_node_slows_down_together(config: S3Config, s3: Store, faults: FaultServer) -> None:
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "SlowDown"), (429, "TooManyRequests"), (400, "KMS.ThrottlingException")],
+)
+def test_the_node_slows_down_together(
+    status: int, code: str, config: S3Config, s3: Store, faults: FaultServer
+) -> None:
     pacer = shared_pacer(shared_file(f"{config.endpoint_url} {config.bucket}"))
     before = pacer.pace.per_s
-    faults.inject("slow_down", kind="put")
+    rule = faults.inject("error", kind="put", status=status, code=code)
     s3.put("d/x", [b"."])
+    assert rule.fired == 1
     assert 0.69 * before < pacer.pace.per_s < 0.8 * before
 
 
