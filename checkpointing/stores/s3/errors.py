@@ -85,6 +85,20 @@ _RETRY = {
     "RequestTimeout": "the request took too long to arrive",
     "IncompleteBody": "the request was cut off",
 }
+_SETTINGS = (
+    boto.ParamValidationError,
+    boto.NoRegionError,
+    boto.ConfigNotFound,
+    boto.ConfigParseError,
+    boto.InvalidConfigError,
+    boto.ProfileNotFound,
+    boto.UnknownCredentialError,
+    boto.RefreshWithMFAUnsupportedError,
+    boto.MissingDependencyException,
+)
+"""What boto3 raises of its own, before it asks anybody; asked again it says the same."""
+
+_SETTINGS_FACT = "boto3 cannot ask; check S3Config, the environment and ~/.aws on this node"
 _SLOW_FACT = "S3 asked to slow down; save less often, or raise S3Config.timeout_s"
 
 
@@ -116,9 +130,12 @@ def read_failure(error: BaseException) -> Failure:
         (boto.NoCredentialsError, "NoCredentials"),
         (boto.PartialCredentialsError, "NoCredentials"),
         (boto.TokenRetrievalError, "ExpiredToken"),
+        (boto.SSOError, "ExpiredToken"),
     ):
         if isinstance(error, kind):
             return decide_failure(code, 0)
+    if isinstance(error, _SETTINGS):
+        return Failure(code=type(error).__name__, answer="refused", fact=_SETTINGS_FACT)
     # Every connection that breaks in TLS is an SSLError, too; only a certificate stays as it is.
     if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
         return decide_failure("SSL", 0)

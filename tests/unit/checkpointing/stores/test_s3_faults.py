@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore import exceptions as boto
 
 from checkpointing import (
     Attempt,
@@ -27,6 +29,7 @@ from checkpointing import (
     open_store,
     write_shared,
 )
+from checkpointing.stores.s3.errors import read_failure
 from checkpointing.stores.s3.pace import shared_file, shared_pacer
 from tests.support.fakes.s3_faults import FaultServer, Kind
 from tests.support.fakes.s3_server import forget_pace, open_uploads
@@ -371,6 +374,70 @@ def test_no_credentials_until_there_are_some(config: S3Config, faults: FaultServ
             open_store(own).list("")
     assert faults.requests == []
     assert open_store(own).list("") == []
+
+
+SSO_PROFILE = """[profile old]
+sso_start_url = https://nobody/start
+sso_region = us-east-1
+sso_account_id = 123456789012
+sso_role_name = any
+"""
+
+
+def test_a_login_that_is_over_is_not_waited_for(
+    config: S3Config, faults: FaultServer, tmp_path: Path
+) -> None:
+    """As one of `aws sso login`, whose token is not on this node any more."""
+    (tmp_path / "config").write_text(SSO_PROFILE)
+    # A client that no other test has made.
+    own = dataclasses.replace(config, part_timeout_s=7.7, timeout_s=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.delenv(name)
+        patch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        patch.setenv("AWS_PROFILE", "old")
+        with pytest.raises(StoreUnavailableError, match="credentials have expired; renew them"):
+            open_store(own).list("")
+    assert faults.requests == []
+    assert open_store(own).list("") == []
+
+
+def test_a_login_that_amazon_has_ended_is_as_one_that_has_expired() -> None:
+    failure = read_failure(boto.UnauthorizedSSOTokenError())
+    assert (failure.answer, failure.code) == ("refused", "ExpiredToken")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        boto.ParamValidationError(report="Invalid bucket name"),
+        boto.NoRegionError(),
+        boto.ConfigNotFound(path="/nonexistent"),
+        boto.InvalidConfigError(error_msg="no role_arn"),
+        boto.UnknownCredentialError(name="Nobody"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_a_node_is_set_to_is_not_waited_for(error: boto.BotoCoreError) -> None:
+    failure = read_failure(error)
+    assert (failure.answer, failure.code) == ("refused", type(error).__name__)
+    assert "check S3Config, the environment and ~/.aws" in failure.fact
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        boto.CredentialRetrievalError(provider="p", error_msg="timed out"),
+        boto.EndpointConnectionError(endpoint_url="https://nobody"),
+        boto.ConnectionClosedError(endpoint_url="https://nobody"),
+        boto.MetadataRetrievalError(error_msg="timed out"),
+        OSError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_the_network_may_have_done_is_tried_again(error: Exception) -> None:
+    assert read_failure(error).answer == "retry"
 
 
 def test_credentials_that_expire_are_looked_for_anew_where_head_says_so(
