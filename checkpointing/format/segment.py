@@ -21,6 +21,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
+from checkpointing.errors import CorruptError
 from checkpointing.format.boxes import TensorSlice
 from checkpointing.format.crc32 import crc32, join_all, join_crcs, seed_crcs
 from checkpointing.format.dtypes import DTYPES, item_bytes
@@ -175,6 +176,20 @@ def crcs_told_by(data: bytes, segment: Segment, table: CrcTable) -> tuple[int, .
             pass  # the blocks are of the whole file, so the table is behind what it is about
     joined = join_crcs(crcs, piece, block, segment.checked_bytes)
     return seed_crcs(joined, seed, block, segment.checked_bytes)
+
+
+def check_table(data: bytes, segment: Segment, table: CrcTable) -> None:
+    """Compares what `data`, the table of a segment, says with the CRC32s of the blocks.
+
+    Raises:
+        CorruptError: they differ, as where a bit flipped before the table had a CRC32 of its own.
+    """
+    told = crcs_told_by(data, segment, table)
+    if told == segment.crcs:
+        return
+    bad = [block for block, crc in enumerate(told) if crc != segment.crcs[block]]
+    fact = f"what its table of CRC32s says of blocks {bad[:5]} is not what they hold"
+    raise CorruptError(segment.key, f"{fact} ({len(bad)} of {len(told)})")
 
 
 def with_crcs(
