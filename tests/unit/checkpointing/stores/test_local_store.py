@@ -112,6 +112,25 @@ def test_a_file_system_whose_links_replace_files_is_found(
     assert store.list("") == []
 
 
+def test_a_link_whose_answer_was_lost_counts_as_made(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS client sends it again, and is told that the name is taken: by itself."""
+    link, sent = os.link, list[str]()
+
+    def link_twice(part: Path, target: Path) -> None:
+        sent.append(target.name)
+        link(part, target)
+        link(part, target)
+
+    monkeypatch.setattr("os.link", link_twice)
+    assert store.put_if_absent("m/7", b"first")
+    assert sent == ["7"]
+    monkeypatch.setattr("os.link", link)
+    assert not store.put_if_absent("m/7", b"second"), "that one is another's"
+    assert store.get("m/7") == b"first" and store.list("") == ["m/7"]
+
+
 def test_open_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for where in (tmp_path / "a b", str(tmp_path / "a b"), f"file://{tmp_path}/a%20b", "a b"):
