@@ -280,9 +280,9 @@ class Suspicions:
             if self._provider is None and not record:
                 return True
             machine = await self.machine_of(node)
+            if machine.unknown is not None and (record or node in self._not_lost):
+                return False  # what is remembered goes by its name
             if node in self._not_lost:
-                if machine.unknown is not None:
-                    return False  # the wrong mark goes by its name
                 await self._take_back(machine.name, self._not_lost[node])
                 del self._not_lost[node]
                 record = await self._aside.on_thread(self._file.read)

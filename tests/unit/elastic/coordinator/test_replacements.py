@@ -200,7 +200,7 @@ def test_what_is_remembered_is_looked_up_until_the_storage_answers(
     desk.file.add("m-C", of_this_run("corruption"))
     desk.replacements.not_lost({"B"}, time.time() - 60.0)
     kept = (tmp_path / path).rename(tmp_path / "kept")
-    (tmp_path / path).mkdir()
+    (tmp_path / path).symlink_to(tmp_path)
 
     async def story() -> None:
         desk.join_from("B")
@@ -208,8 +208,7 @@ def test_what_is_remembered_is_looked_up_until_the_storage_answers(
             desk.join_from("C")
         while "node B is looked up again" not in caplog.text:
             await asyncio.sleep(0.005)
-        (tmp_path / path).rmdir()
-        kept.rename(tmp_path / path)
+        kept.replace(tmp_path / path)  # at once: without the file nothing is remembered
         while "m-B" in desk.file.read():
             await asyncio.sleep(0.005)
         if path == desk.file.path.name:
@@ -231,6 +230,22 @@ def test_a_wrong_mark_goes_once_its_machine_is_known(tmp_path: Path) -> None:
 
     desk.run(story)
     assert desk.told() == []
+
+
+@pytest.mark.parametrize("of", ["provider", "ray"])
+def test_what_is_remembered_is_looked_up_once_its_machine_is_known(tmp_path: Path, of: str) -> None:
+    """One call that failed, as where too many were made, must not make it welcome for the run."""
+    provider = Forgetful(2 * (of == "provider"))
+    desk = Desk(tmp_path, provider=provider, silent=2 * (of == "ray"))
+    desk.file.add("i-B", mark())
+
+    async def story() -> None:
+        desk.join_from("B")
+        (begun,) = await desk.outcomes("begun")
+        assert (begun.machine, begun.reason) == ("i-B", "remembered of run before: link: 64 bytes")
+
+    desk.run(story)
+    assert provider.left < 0, "it was asked once more"
 
 
 def test_of_two_nodes_that_are_lost_at_once_the_machine_that_answers_may_be_sound(
