@@ -64,6 +64,15 @@ def add_mark(record: Record, machine: str, mark: Mark) -> dict[str, tuple[Mark, 
     return {name: marks for name, marks in kept.items() if marks}
 
 
+def add_marks(record: Record, more: Record) -> dict[str, tuple[Mark, ...]]:
+    """The record with the marks of another one, each as by `add_mark`."""
+    added = {machine: tuple(marks) for machine, marks in record.items()}
+    for machine, marks in more.items():
+        for mark in marks:
+            added = add_mark(added, machine, mark)
+    return added
+
+
 def _worth(mark: Mark, now: float) -> float:
     """The clocks of two machines may differ: what seems to come is new."""
     return mark.weight * 0.5 ** (max(0.0, now - mark.time) / HALF_LIFE_S)

@@ -21,7 +21,7 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.ray_compat.cluster import find_node, live_nodes
 from elastic.reporting.suspect_file import SuspectFile
-from health.suspects import INCIDENT_S, SUSPECT, Mark, add_mark, is_suspect, score
+from health.suspects import INCIDENT_S, SUSPECT, Mark, add_mark, add_marks, is_suspect, score
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,9 @@ class Suspicions:
         self._not_lost: dict[str, float] = {}
         """Nodes that a coordinator which was cut off has written off -> since when it may have."""
         self._unwritten: dict[str, tuple[Mark, ...]] = {}
-        """What speaks against machines, and could not be remembered for other runs."""
+        """What speaks against machines, and could not be remembered for other runs yet."""
+        self._writing = asyncio.Lock()
+        """Held by who changes the record or that: what is written is written once."""
         self._followed: dict[str, tuple[int, float]] = {}
         """Cause that a program can have -> steps committed at its latest news, and when."""
 
@@ -236,34 +238,40 @@ class Suspicions:
             record = await self._aside.on_thread(self._file.read)
         except (OSError, SuspectFileError):
             return None
-        return (*record.get(machine, ()), *self._unwritten.get(machine, ()))
+        return add_marks(record, self._unwritten).get(machine, ())
 
     async def _remember(self, machine: str, mark: Mark) -> tuple[Mark, ...]:
-        """Adds what speaks against a machine. Returns all of it."""
-        try:
-            return await self._aside.on_thread(self._file.add, machine, mark)
-        except (OSError, SuspectFileError) as error:
-            log.warning("what speaks against %s is not remembered: %s", machine, error)
-            self._unwritten = add_mark(self._unwritten, machine, mark)
-            return self._unwritten[machine]
+        """Adds what speaks against a machine, and with it what could not be written before. Returns
+        all that speaks against it."""
+        async with self._writing:
+            unwritten = add_mark(self._unwritten, machine, mark)
+            try:
+                record = await self._aside.on_thread(self._file.add_all, unwritten)
+            except (OSError, SuspectFileError) as error:
+                log.warning("what speaks against %s is not remembered yet: %s", machine, error)
+                self._unwritten = unwritten
+                return await self._marks_of(machine) or unwritten[machine]
+            self._unwritten = {}
+            return record[machine]
 
     async def forget(self, machine: Machine, *, rebooted: str | None = None) -> None:
         """It is replaced: its name may come back on another. Or it is `rebooted` for a reason, of
         which a mark is left."""
-        self._unwritten.pop(machine.name, None)
-        try:
-            await self._aside.on_thread(self._file.clear, machine.name)
-            if rebooted is not None:
-                mark = Mark(
-                    time=time.time(),
-                    weight=REBOOTED_WEIGHT,
-                    cause=REBOOTED,
-                    run=self._run,
-                    detail=rebooted,
-                )
-                await self._aside.on_thread(self._file.add, machine.name, mark)
-        except (OSError, SuspectFileError) as error:
-            log.warning("%s is still remembered as suspect: %s", machine.name, error)
+        async with self._writing:
+            self._unwritten.pop(machine.name, None)
+            try:
+                await self._aside.on_thread(self._file.clear, machine.name)
+                if rebooted is not None:
+                    mark = Mark(
+                        time=time.time(),
+                        weight=REBOOTED_WEIGHT,
+                        cause=REBOOTED,
+                        run=self._run,
+                        detail=rebooted,
+                    )
+                    await self._aside.on_thread(self._file.add, machine.name, mark)
+            except (OSError, SuspectFileError) as error:
+                log.warning("%s is still remembered as suspect: %s", machine.name, error)
 
     async def _recall(self, node: str) -> None:
         """The first worker of a machine has started: what is remembered of it? It is looked up

@@ -785,6 +785,60 @@ def test_a_record_that_cannot_be_written_does_not_clear_what_is_held_back(tmp_pa
     assert desk.ended == ["B"] and not desk.file.path.exists()
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_mark_that_was_not_written_counts_and_is_written_with_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """Of two that are enough together, the storage refuses one."""
+    monkeypatch.setattr(suspects, "INCIDENT_S", 0.0)
+    desk = Desk(tmp_path, tells=True)
+    lock = tmp_path / ".suspect-nodes.json.lock"
+
+    async def accuse(node: str) -> None:
+        """Until that is written, or refused."""
+        marks, warned = len(marks_of(node)), len(caplog.records)
+        desk.replacements.mend(node, "gpu_error", "Xid 95", 0.3, "reboot")
+        while len(marks_of(node)) == marks and len(caplog.records) == warned:
+            await asyncio.sleep(0.005)
+
+    def marks_of(node: str) -> Sequence[Mark]:
+        return desk.file.read().get(f"m-{node}", ())
+
+    async def story() -> None:
+        for number in range(2):
+            if number == refused:
+                lock.unlink(missing_ok=True)
+                lock.symlink_to(tmp_path)
+            await accuse("B")
+            assert lock.is_dir() is (number == refused)
+            if number == refused:
+                lock.unlink()
+        (told,) = await desk.outcomes("told")
+        assert told.machine == "m-B"
+        await accuse("C")
+        assert len(marks_of("B")) == 2 and len(marks_of("C")) == 1
+
+    desk.run(story)
+    assert "what speaks against m-B is not remembered yet" in caplog.text
+
+
+def test_a_mark_of_an_incident_that_was_not_written_counts_once(tmp_path: Path) -> None:
+    """The workers of a machine are lost with it, and the storage refuses the second mark."""
+    desk = Desk(tmp_path, tells=True)
+    desk.file.add("m-B", mark(0.3))
+    lock = tmp_path / ".suspect-nodes.json.lock"
+    lock.unlink()
+    lock.symlink_to(tmp_path)
+
+    async def story() -> None:
+        desk.replacements.mend("B", "gpu_error", "Xid 95", 0.3, "reboot")
+        desk.replacements.mend("C", "gpu_error", "Xid 95", 0.5, "reboot")
+        (told,) = await desk.outcomes("told")
+        assert told.machine == "m-C"
+
+    desk.run(story)
+
+
 @pytest.mark.parametrize("outcome", ["begun", "held_back"])
 def test_a_coordinator_that_is_started_anew_goes_on(
     tmp_path: Path, outcome: events.ReplacementOutcome
