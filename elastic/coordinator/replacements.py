@@ -32,7 +32,7 @@ from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.suspicions import Find, Live, Machine, Suspicions, identify
 from elastic.coordinator.workers import Workers
-from elastic.errors import NoCapacityError
+from elastic.errors import NoCapacityError, ProviderAwayError
 from elastic.membership.failure import INCIDENT_S
 from elastic.node_config import KubeNodes
 from elastic.protocol import events
@@ -53,7 +53,7 @@ LOOK_S = 60.0
 LEAVE_S = 1.0
 """How often it is looked at whether the last worker has left."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
-"""Before a provider without capacity is asked again."""
+"""Before a provider is asked again that has no capacity, or does not answer."""
 
 _STAYS = ("told", "failed")
 """Outcomes after which a machine stays as it is."""
@@ -116,7 +116,7 @@ class Replacements:
         self._settled: dict[str, events.NodeReplacement] = {}
         """Those of them for which nothing more is done -> what became of them."""
         self._waiting: dict[str, float] = {}
-        """Those of them that have been left and wait for capacity, or cannot be left until nothing
+        """Those of them that have been left and wait for the provider, or cannot be left until nothing
         speaks against them any more -> since when. They hold nobody back."""
         self._begun = list(begun)
         self._unfinished: list[events.NodeReplacement] = []
@@ -304,7 +304,7 @@ class Replacements:
                 outcome, done = await self._aside.on_thread(
                     _carry_out, provider, nodes, machine.name, reason, step
                 )
-            except NoCapacityError as error:
+            except (NoCapacityError, ProviderAwayError) as error:
                 again = f"{error} Asked again in {pause_s:g} s"
                 event = self._note(machine, "held_back", reason, again, step)
                 self._waiting.setdefault(event.node, event.time)

@@ -17,7 +17,7 @@ from elastic.config import HealthConfig
 from elastic.coordinator import replacements, suspicions
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.replacements import Replacements
-from elastic.errors import NoCapacityError
+from elastic.errors import NoCapacityError, ProviderAwayError
 from elastic.node_config import KubeNodes, NodesConfig
 from elastic.protocol import events
 from elastic.protocol.causes import CORRUPTION, CRASH, GPU_ERROR, LINK, NODE, PATH, Cause
@@ -583,6 +583,21 @@ def test_without_capacity_it_is_asked_again(tmp_path: Path) -> None:
         await desk.lose("b")
         _, held, done = await desk.outcomes("begun", "held_back", "replaced")
         assert held.detail == "m-B: no capacity. Add subnets. Asked again in 0.01 s"
+        assert done.detail == "done"
+
+    desk.run(story)
+    assert provider.asked == 2
+
+
+def test_a_platform_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+    """The machine has been left: nobody else would take it out."""
+    provider = Scarce(ProviderAwayError("DELETE /pods/b", "HTTP Error 503", "Look at it"))
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b")
+        _, held, done = await desk.outcomes("begun", "held_back", "replaced")
+        assert held.detail == ("DELETE /pods/b: HTTP Error 503. Look at it. Asked again in 0.01 s")
         assert done.detail == "done"
 
     desk.run(story)
