@@ -21,18 +21,23 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.ray_compat.cluster import find_node, live_nodes
 from elastic.reporting.suspect_file import SuspectFile
-from health.suspects import INCIDENT_S, SUSPECT, Mark, add_mark, add_marks, is_suspect, score
+from health.suspects import (
+    INCIDENT_S,
+    REBOOTED,
+    REBOOTED_WEIGHT,
+    SUSPECT,
+    Mark,
+    add_mark,
+    add_marks,
+    is_suspect,
+    score,
+)
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
 
 ASK_S = 60.0
 """How often the platform is asked."""
-
-REBOOTED, REBOOTED_WEIGHT = "rebooted", 0.3
-"""What a reboot leaves of the marks against a machine: not enough to make it suspect. Whatever
-speaks against it within the day calls for another machine, though. Source: gpud, which asks for an
-inspection where an Xid comes back after reboots."""
 
 REBOOT_S = 900.0
 """For so long after a reboot was asked for the end of the machine is that reboot: it may come
@@ -254,24 +259,55 @@ class Suspicions:
             self._unwritten = {}
             return record[machine]
 
-    async def forget(self, machine: Machine, *, rebooted: str | None = None) -> None:
-        """It is replaced: its name may come back on another. Or it is `rebooted` for a reason, of
-        which a mark is left."""
+    async def forget(self, machine: Machine) -> None:
+        """It is replaced: its name may come back on another."""
         async with self._writing:
             self._unwritten.pop(machine.name, None)
             try:
                 await self._aside.on_thread(self._file.clear, machine.name)
-                if rebooted is not None:
-                    mark = Mark(
-                        time=time.time(),
-                        weight=REBOOTED_WEIGHT,
-                        cause=REBOOTED,
-                        run=self._run,
-                        detail=rebooted,
-                    )
-                    await self._aside.on_thread(self._file.add, machine.name, mark)
             except (OSError, SuspectFileError) as error:
                 log.warning("%s is still remembered as suspect: %s", machine.name, error)
+
+    async def put_on_probation(self, machine: Machine, reason: str) -> tuple[Mark, ...]:
+        """It is about to be rebooted, and this coordinator may go with it: a mark stands for what
+        spoke against it. Returns that, for `take_from_probation`."""
+        mark = Mark(
+            time=time.time(),
+            weight=REBOOTED_WEIGHT,
+            cause=REBOOTED,
+            run=self._run,
+            detail=reason,
+        )
+        async with self._writing:
+            unwritten = self._unwritten.pop(machine.name, ())
+            try:
+                return (
+                    *await self._aside.on_thread(self._file.put, machine.name, mark),
+                    *unwritten,
+                )
+            except (OSError, SuspectFileError) as error:
+                log.warning("%s is still remembered as suspect: %s", machine.name, error)
+                self._unwritten[machine.name] = (mark,)
+                return unwritten
+
+    async def take_from_probation(self, machine: Machine, before: Iterable[Mark]) -> None:
+        """It is not rebooted: what spoke against it `before` does again."""
+        async with self._writing:
+            self._unwritten.pop(machine.name, None)
+            try:
+                await self._aside.on_thread(self._file.take_back, machine.name, self._is_reboot)
+            except (OSError, SuspectFileError) as error:
+                log.warning("%s is still remembered as rebooted: %s", machine.name, error)
+        for mark in before:
+            await self._remember(machine.name, mark)
+
+    async def is_on_probation(self, machine: str, since: float) -> bool:
+        """Whether this run has asked for a reboot of a machine since then."""
+        marks = await self._marks_of(machine) or ()
+        return any(self._is_reboot(mark) and mark.time >= since for mark in marks)
+
+    def _is_reboot(self, mark: Mark) -> bool:
+        return mark.cause == REBOOTED and mark.run == self._run
 
     async def _recall(self, node: str) -> None:
         """The first worker of a machine has started: what is remembered of it? It is looked up

@@ -1,7 +1,7 @@
 """Kubernetes' API as a pod's service account may call it: three verbs over HTTPS, JSON in and out.
 
-What may pass is asked again for a while: a server that is started anew, or has too much to do, a line
-that breaks. Each call may be made twice.
+What may pass is asked again for a while: a server that is started anew, or has too much to do, a
+line that breaks. Each call may be made twice.
 
 No client package: that of Kubernetes is 2 MB of generated code for what is here a request each.
 Source: https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/

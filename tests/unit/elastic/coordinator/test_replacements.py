@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -874,6 +875,80 @@ def test_a_coordinator_that_is_started_anew_goes_on(
 
     desk.run(story)
     assert desk.ended == ["B"]
+
+
+class Reboots(Scarce):
+    """Reboots machines, or fails to."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.refusals = list(errors)
+        self.rebooted: list[list[str]] = []
+        self.ends = threading.Event()
+        """Set when the caller may hear of it; not while its machine goes down."""
+        self.ends.set()
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        return f"m-{node.node}"
+
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.rebooted.append([node.node for node in nodes])
+        assert self.ends.wait(PATIENCE_S)
+        return "it was rebooted"
+
+
+def test_a_reboot_that_takes_the_coordinator_with_it_is_asked_for_once(tmp_path: Path) -> None:
+    provider = Reboots()
+    provider.ends.clear()
+    first = Desk(tmp_path, provider=provider)
+
+    async def goes_down() -> None:
+        first.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        await first.outcomes("begun")
+        await first.lose("b", cause=CRASH)
+        while not provider.rebooted:
+            await asyncio.sleep(0.005)
+
+    first.run(goes_down)
+    happened = first.told()
+    (left,) = first.file.read()["m-B"]
+    assert (left.cause, left.detail) == ("rebooted", "gpu_error: Xid 95")
+    second = Desk(tmp_path, provider=provider)
+    second.replacements.replay(happened)
+
+    async def comes_back() -> None:
+        second.replacements.begin()
+        second.lose_on("B", NODE)  # not heard of again
+        second.join_from("B")
+        *_, done = await second.outcomes("begun", "rebooted")
+        assert (done.node, done.step) == ("B", "reboot")
+        second.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        while len(second.file.read()["m-B"]) < 2:
+            await asyncio.sleep(0.005)
+
+    second.run(comes_back)
+    assert provider.rebooted == [["B"]] and second.drained == []
+    assert [one.cause for one in second.file.read()["m-B"]] == ["rebooted", "gpu_error"]
+    provider.ends.set()
+
+
+@pytest.mark.parametrize("error", [PermissionError("no rights"), ProviderAwayError("a", "b", "c")])
+def test_a_machine_that_was_not_rebooted_stays_suspect(tmp_path: Path, error: Exception) -> None:
+    provider = Reboots(error)
+    desk = Desk(tmp_path, provider=provider)
+    away = isinstance(error, ProviderAwayError)
+
+    async def story() -> None:
+        desk.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        await desk.outcomes("begun")
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes(*(["begun", "held_back", "rebooted"] if away else ["begun", "failed"]))
+
+    desk.run(story)
+    expected = "rebooted" if away else "gpu_error"
+    assert [one.cause for one in desk.file.read()["m-B"]] == [expected]
 
 
 def test_what_was_cleared_while_no_coordinator_was_there_is_not_replaced(tmp_path: Path) -> None:
