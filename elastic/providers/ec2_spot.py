@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from datetime import datetime
+from http.client import HTTPException
 from pathlib import Path
 
 from elastic.providers.tell import Tell
@@ -82,7 +83,7 @@ class SpotWatch:
         while True:
             try:
                 notice, failures = self._look(), 0
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
                 notice, failures = None, failures + 1
                 log.debug("the instance metadata service does not answer: %s", error)
                 if failures == _WARNED_AFTER:
