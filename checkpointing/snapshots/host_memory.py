@@ -145,16 +145,19 @@ def _size_bytes(folder: Path) -> int:
 def settle_snapshot(store: LocalStore, manifest: Manifest) -> None:
     """Makes a snapshot count, all parts of which are in place, and deletes what it replaces."""
     store.put(Keys().commit(manifest.step), [manifest.to_bytes()])
-    sweep_snapshots(store, manifest.step, manifest)
+    sweep_snapshots(store, manifest.step, manifest.generation, manifest)
 
 
-def sweep_snapshots(store: LocalStore, step: int, keep: Manifest | None) -> None:
-    """Deletes everything of steps up to `step`, except the snapshot `keep`."""
+def sweep_snapshots(store: LocalStore, step: int, generation: int, keep: Manifest | None) -> None:
+    """Deletes everything of steps up to `step`, except the snapshot `keep` and what later
+    generations than `generation` wrote: where the run went back, it does those steps again."""
     keys = Keys()
     kept = set() if keep is None else {keys.commit(keep.step), *keep.segments}
     for key in (*store.list(keys.commits), *store.list(keys.data)):  # records first
-        belongs = keys.step_of(key)
-        if key not in kept and belongs is not None and belongs <= step:
+        belongs, wrote = keys.step_of(key), keys.generation_of(key)
+        if key in kept or belongs is None or belongs > step:
+            continue
+        if wrote is None or wrote <= generation:
             store.delete(key)
 
 

@@ -74,9 +74,9 @@ class SnapshotHolder(HolderApi):
         """See `settle_snapshot`."""
         settle_snapshot(open_memory(self._folder, self._node), manifest)
 
-    def sweep(self, step: int, keep: Manifest | None) -> None:
+    def sweep(self, step: int, generation: int, keep: Manifest | None) -> None:
         """See `sweep_snapshots`."""
-        sweep_snapshots(open_memory(self._folder, self._node), step, keep)
+        sweep_snapshots(open_memory(self._folder, self._node), step, generation, keep)
 
     def sweep_given_up(self, step: int, generation: int) -> None:
         """See `sweep_given_up`."""

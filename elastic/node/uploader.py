@@ -189,4 +189,4 @@ def report_failure(coordinator: Remote[CoordinatorApi], upload: Upload, reason: 
     if upload.place == "store":
         coordinator.call(CoordinatorApi.save_failed, step, generation, reason)
     else:
-        coordinator.call(CoordinatorApi.snapshot_skipped, step, reason)
+        coordinator.call(CoordinatorApi.snapshot_skipped, step, generation, reason)

@@ -154,10 +154,21 @@ def test_sweeping_spares_only_what_it_is_told_to(folder: Path) -> None:
     two = write(store, 2)
     settle_snapshot(store, two)
     write(store, 4)
-    sweep_snapshots(store, 4, two)
+    sweep_snapshots(store, 4, 1, two)
     assert set(store.list("")) == {Keys().commit(2), *two.segments}
-    sweep_snapshots(store, 2, None)
+    sweep_snapshots(store, 2, 1, None)
     assert store.list("") == []
+
+
+def test_a_late_sweep_spares_what_the_run_does_again(folder: Path) -> None:
+    """The run went back to step 2, and is at 4 once more when its old generation sweeps 5."""
+    store = open_memory(folder, NODE)
+    two = write(store, 2)
+    settle_snapshot(store, two)
+    write(store, 5)
+    again = write(store, 4, generation=2)
+    sweep_snapshots(store, 5, 1, two)
+    assert set(store.list("")) == {Keys().commit(2), *two.segments, *again.segments}
 
 
 def test_what_the_run_went_back_for_makes_room(folder: Path) -> None:
