@@ -151,6 +151,7 @@ class Snapshots:
         if snapshot not in self._skipped:
             self._skipped.add(snapshot)
             self._note(events.SnapshotSkipped(time=time.time(), step=step, reason=reason))
+        self._index.swept(step, generation)
         self._littered.add(snapshot)
         async with self._sweeping:
             if snapshot in self._littered:

@@ -13,7 +13,17 @@ import pytest
 import ray
 import torch
 
-from checkpointing import Snapshot, clear_memory, load_manifest, open_memory, open_store
+from checkpointing import (
+    Attempt,
+    Receipt,
+    Snapshot,
+    TensorSlice,
+    clear_memory,
+    load_manifest,
+    open_memory,
+    open_store,
+    write_shared,
+)
 from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.progress import Progress
 from elastic.node.snapshot_holder import SnapshotHolder
@@ -129,6 +139,38 @@ def test_a_late_word_of_a_void_snapshot_costs_no_other(tmp_path: Path) -> None:
     assert (happened, asked) == ([], [])
     asyncio.run(known.skipped(STEP + 2, 4, "no room"))
     assert (len(happened), asked) == (1, ["sweep"])
+
+
+def test_a_skipped_snapshot_takes_no_part_of_the_one_before_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker is ahead of the other, and short of room: what it wrote before is swept, too."""
+    monkeypatch.setattr("elastic.node.snapshot_holder.announce", lambda *_: None)
+    happened: list[events.Event] = []
+    paths = RunPaths(root=tmp_path)
+    start: Any = partial(InThisProcess, paths.memory)
+    known = Snapshots(
+        paths, Progress(), start, happened.append, versions={}, found=None, timeout_s=1.0
+    )
+
+    def part(node: str, rank: int) -> Receipt:
+        row = TensorSlice("w", (2, 4), "uint8", (rank, 0), (1, 4))
+        attempt = Attempt(rank=rank, step=STEP, generation=1)
+        return write_shared(
+            open_memory(paths.memory, node), KEYS, attempt, [row], memoryview(bytes(64))
+        )
+
+    async def play() -> None:
+        known.node_joined("a")
+        await known.take(part("a", 0), {}, "a", 0.0, 2)
+        await known.skipped(STEP + 2, 1, "no room")
+        await known.take(part("a", 1), {}, "a", 0.0, 2)
+
+    try:
+        asyncio.run(play())
+    finally:
+        clear_memory(paths.memory)
+    assert [type(event) for event in happened] == [events.SnapshotSkipped]
 
 
 def test_nodes_whose_object_store_is_full_cost_no_worker_its_saves(
