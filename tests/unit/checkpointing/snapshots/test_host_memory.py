@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+import signal
 import stat
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -112,12 +115,17 @@ def test_what_other_runs_have_left_is_named(tmp_path: Path, folder: Path) -> Non
     assert str(folder) + " (" not in str(full.value)
 
 
+def most_of_what_is_free(folder: Path) -> int:
+    """There is room for one that needs so many bytes."""
+    space = os.statvfs(folder)
+    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    return int(0.7 * (free - host_memory.LEAVE_FREE * total))
+
+
 def test_writers_count_what_others_are_about_to_write(folder: Path) -> None:
     """They begin together: what one will take is not taken yet when the next one looks."""
     store = open_memory(folder, NODE)
-    space = os.statvfs(folder)
-    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    share = int(0.7 * (free - host_memory.LEAVE_FREE * total))  # there is room for one of them
+    share = most_of_what_is_free(folder)
     with hold_room(store, share) as first:
         second = hold_room(store, share)
         with pytest.raises(StoreUnavailableError, match="what is being written there"), second:
@@ -126,8 +134,39 @@ def test_writers_count_what_others_are_about_to_write(folder: Path) -> None:
         first.put("d/x", [chunk, chunk])
         assert first.left_bytes == share - (2 << 20)
         assert store.size("d/x") == 2 << 20
+        (note,) = store.root.glob("room-*")
+        assert host_memory._left_bytes(note) == first.left_bytes, "others are told"
     with hold_room(store, share):
         pass
+    assert store.list("") == ["d/x"]
+
+
+def hold_and_wait(said: Connection, folder: Path, needed_bytes: int) -> None:
+    """The node's other process."""
+    with hold_room(open_memory(folder, NODE), needed_bytes):
+        said.send("held")
+        signal.pause()
+
+
+def test_the_processes_of_a_node_count_each_other_and_no_dead_one(folder: Path) -> None:
+    """One writes the node's own parts, one the copies of another node's."""
+    store = open_memory(folder, NODE)
+    share = most_of_what_is_free(folder)
+    context = multiprocessing.get_context("fork")
+    said, says = context.Pipe(duplex=False)
+    other = context.Process(target=hold_and_wait, args=(says, folder, share), daemon=True)
+    other.start()
+    try:
+        assert said.poll(60.0) and said.recv() == "held"
+        beside = hold_room(store, share)
+        with pytest.raises(StoreUnavailableError, match="what is being written there"), beside:
+            pass
+    finally:
+        other.kill()
+        other.join()
+    with hold_room(store, share):
+        pass
+    assert store.list("") == [], "what the killed one noted is gone"
 
 
 def test_a_new_snapshot_replaces_the_one_before(folder: Path) -> None:
