@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from checkpointing.errors import CheckpointError, StoreUnavailableError
+from checkpointing.errors import CheckpointError, MissingError, StoreUnavailableError
 from checkpointing.format.layout import Keys
 from checkpointing.format.manifest import Manifest
 from checkpointing.read.catalogue import list_steps, load_manifest
-from checkpointing.stores.local import LocalStore
+from checkpointing.stores.local import UNFINISHED, LocalStore
 
 _log = logging.getLogger(__name__)
 
@@ -226,8 +226,17 @@ def take_stock(folder: Path, live: AbstractSet[str], node: str) -> Stock:
             manifests.append(load_manifest(store, keys, step))
         except CheckpointError as error:
             _log.warning("passing over the snapshot of step %d: %s", step, error)
-    sizes = {key: store.size(key) for key in store.list(keys.data)}
-    return Stock(manifests=tuple(manifests), sizes=sizes)
+    return Stock(manifests=tuple(manifests), sizes=_sizes(store, keys.data))
+
+
+def _sizes(store: LocalStore, prefix: str) -> dict[str, int]:
+    """Of what is finished; writers and sweeps may be at work."""
+    sizes = {}
+    for key in store.list(prefix):
+        if not key.endswith(UNFINISHED):
+            with contextlib.suppress(MissingError):  # deleted meanwhile
+                sizes[key] = store.size(key)
+    return sizes
 
 
 def clear_memory(folder: Path) -> None:

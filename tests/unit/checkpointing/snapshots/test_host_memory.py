@@ -236,6 +236,34 @@ def test_stock_is_what_can_be_read(folder: Path) -> None:
     assert not found.has("d/nowhere", 1)
 
 
+def test_stock_is_taken_while_others_write_and_sweep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the listing and the look at the sizes one segment is finished, and one deleted."""
+    store = open_memory(folder, NODE)
+    two, four = write(store, 2), write(store, 4)
+    settle_snapshot(store, two)
+    segment = store.root / Keys().segment(rank=1, step=6, generation=1, attempt=0, index=0)
+    part = segment.with_name(f"{segment.name}.0f.part")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"a segment")
+    (gone,), list_all = four.segments, LocalStore.list
+
+    def list_then_change(self: LocalStore, prefix: str) -> list[str]:
+        found = list_all(self, prefix)
+        if prefix == Keys().data:
+            assert gone in found
+            part.replace(segment)
+            store.delete(gone)
+        return found
+
+    monkeypatch.setattr(LocalStore, "list", list_then_change)
+    found = take_stock(folder, {NODE}, NODE)
+    assert segment.exists() and not (store.root / gone).exists()
+    assert found.manifests == (two,)
+    assert set(found.sizes) == set(two.segments)
+
+
 def test_a_node_that_starts_again_takes_over_its_memory(folder: Path) -> None:
     before, neighbour = open_memory(folder, "node-before"), open_memory(folder, OTHER)
     two = write(before, 2)
