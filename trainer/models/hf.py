@@ -47,8 +47,8 @@ class ModelConfig:
                 it is the architecture's own, whose special ids its configuration has.
 
         Raises:
-            ConfigError: unknown architecture, missing directory, or a vocabulary larger than the
-                model's.
+            ConfigError: unknown architecture, missing directory, a quantized model, or a vocabulary
+                larger than the model's.
         """
         from transformers import AutoConfig
 
@@ -57,6 +57,8 @@ class ModelConfig:
             settings = {"output_router_logits": True, **settings}
         if self.path is not None:
             settings = {**self._read_config(self.directory()), **settings}
+        if settings.pop("quantization_config", None) is not None:
+            raise self._quantized()
         architecture = settings.pop("model_type", self.architecture)
         if settings.get("vocab_size") is None:
             settings["vocab_size"] = -(-vocab_size // 64) * 64
@@ -80,6 +82,16 @@ class ModelConfig:
         if end_id is not None:
             self._set_special(config.get_text_config(), end_id)
         return dict(config.to_dict())
+
+    def _quantized(self) -> ConfigError:
+        own = "quantization_config" in self.settings
+        return ConfigError(
+            "train.task.model.settings" if own else "train.task.model.path",
+            "quantization_config" if own else self.path,
+            "the model is quantized: its weights are codes, and only numbers can be trained",
+            "Give the model in bfloat16 or float32, or set quantization_config=None in "
+            "train.task.model.settings where its weights are numbers or are not read",
+        )
 
     def _set_special(self, config: Any, end_id: int) -> None:
         """Of a tokenizer without padding: the embedding of a token for it would never learn. An

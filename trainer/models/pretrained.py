@@ -14,6 +14,9 @@ from trainer.errors import ConfigError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+NUMBERS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Formats of stored weights, by safetensors' names; in others they are codes, with scales beside
+them."""
 
 
 class PretrainedWeights:
@@ -62,8 +65,8 @@ class PretrainedWeights:
             ConfigError: one has another shape there.
         """
         held = [name for name in buffers if name in self._files]
-        self.check({name: tuple(buffers[name].shape) for name in held})
         for name in held:
+            self._check(name, tuple(buffers[name].shape))
             with safe_open(self._directory / self._files[name], framework="pt") as file:
                 buffers[name].copy_(file.get_tensor(name))
         return held
@@ -75,27 +78,35 @@ class PretrainedWeights:
             shapes: the model's parameters, name -> shape.
 
         Raises:
-            ConfigError: names the first parameter that is missing or of another shape.
+            ConfigError: names the first parameter that is missing, of another shape, or no number.
         """
         missing = sorted(set(shapes) - set(self._files))
         if missing:
             raise self._error(f"{len(missing)} parameters are not in it, first {missing[0]!r}")
         for name, shape in shapes.items():
-            try:
-                with safe_open(self._directory / self._files[name], framework="pt") as file:
-                    stored = tuple(file.get_slice(name).get_shape())
-            except (OSError, SafetensorError) as error:
-                raise self._error(f"{self._files[name]} cannot be read: {error}") from error
-            if stored != shape:
-                raise self._error(f"{name} is {stored} in the files and {shape} in the model")
+            dtype = self._check(name, shape)
+            if dtype not in NUMBERS:
+                raise self._error(
+                    f"{name} is {dtype} in the files, which is no format of a trainable weight",
+                    "Give the model in bfloat16 or float32: a quantized one, dequantized and saved",
+                )
 
-    def _error(self, fact: str) -> ConfigError:
-        return ConfigError(
-            "train.task.model.path",
-            str(self._directory),
-            fact,
-            "Give a directory saved whole from the same architecture",
-        )
+    def _check(self, name: str, shape: tuple[int, ...]) -> str:
+        """Checks the shape of a stored tensor, and returns its number format."""
+        try:
+            with safe_open(self._directory / self._files[name], framework="pt") as file:
+                stored = file.get_slice(name)
+                found, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise self._error(f"{self._files[name]} cannot be read: {error}") from error
+        if found != shape:
+            raise self._error(f"{name} is {found} in the files and {shape} in the model")
+        return dtype
+
+    def _error(
+        self, fact: str, fix: str = "Give a directory saved whole from the same architecture"
+    ) -> ConfigError:
+        return ConfigError("train.task.model.path", str(self._directory), fact, fix)
 
     def read(
         self, name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]

@@ -71,6 +71,21 @@ def test_an_unknown_architecture_is_refused() -> None:
     assert len(caught.value.fact) <= 200
 
 
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    quantized: dict[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
+    path = write_model(tmp_path, **quantized)
+    with pytest.raises(ConfigError, match="the model is quantized") as caught:
+        ModelConfig(path=path).resolve(100)
+    assert (caught.value.field, caught.value.value) == ("train.task.model.path", path)
+    with pytest.raises(ConfigError, match="the model is quantized") as caught:
+        resolve(**quantized)
+    assert caught.value.field == "train.task.model.settings"
+    assert "quantization_config=None" in caught.value.fix
+    model = ModelConfig(path=path, settings={"quantization_config": None})
+    model.check_settings(model.resolve(100))
+    assert "quantization_config" not in model.resolve(100)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -171,6 +171,31 @@ def test_stored_numbers_become_float32(tmp_path: Path) -> None:
     assert (value.item(), value.dtype) == (2.5, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "called"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.uint8, "U8")]
+)
+def test_a_parameter_that_is_stored_in_codes_is_refused(
+    tmp_path: Path, dtype: torch.dtype, called: str
+) -> None:
+    """The shape is the model's: only the format says that a scale belongs to it."""
+    weight = torch.ones(2, 3).to(dtype)
+    save_file({"a.weight": weight, "a.scale": torch.ones(())}, tmp_path / "model.safetensors")
+    assert refusal(tmp_path, {"a.weight": (2, 3)}).startswith(f"a.weight is {called} in the files")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_parameter_that_is_stored_in_numbers_is_taken(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"a.weight": torch.ones(2, 3, dtype=dtype)}, tmp_path / "model.safetensors")
+    PretrainedWeights(str(tmp_path)).check({"a.weight": (2, 3)})
+
+
+def test_a_buffer_may_hold_whole_numbers(tmp_path: Path) -> None:
+    save_file({"steps": torch.arange(3)}, tmp_path / "model.safetensors")
+    buffers = {"steps": torch.zeros(3, dtype=torch.int64)}
+    assert PretrainedWeights(str(tmp_path)).fill(buffers) == ["steps"]
+    assert buffers["steps"].tolist() == [0, 1, 2]
+
+
 def test_a_model_takes_the_buffers_that_it_would_save_from_the_files(tmp_path: Path) -> None:
     def with_buffers(*values: float) -> LlamaForCausalLM:
         model = tiny_llama()
