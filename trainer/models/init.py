@@ -157,15 +157,15 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def record_recipes(model: nn.Module, initialize: Any) -> dict[str, Recipe]:
     """Runs `initialize(module)` over all modules of a meta model and returns each parameter's
-    recipe.
+    recipe. Children go before their parents, as in transformers: GPT-2's blocks scale weights
+    that their layers have set.
 
     Raises:
         ConfigError: for an operation that is not element-wise, or a parameter left uninitialised.
     """
     storages = {name: param.untyped_storage() for name, param in model.named_parameters()}
     with torch.no_grad(), _Recorder(model) as recorder:
-        for module in model.modules():
-            initialize(module)
+        model.apply(initialize)
     # What was done to a parameter's data before or after they were replaced is not in its recipe.
     missing = sorted(
         name

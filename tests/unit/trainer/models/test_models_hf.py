@@ -247,6 +247,33 @@ def test_seeded_weights_are_transformers_own() -> None:
     assert torch.equal(norm, torch.ones(48))
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "gpt_bigcode", "mixtral"])
+def test_seeded_weights_spread_as_those_that_transformers_makes(architecture: str) -> None:
+    """GPT-2's blocks narrow the projections to the residual stream by depth, after their layers
+    have set them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    size = TINY if architecture == "mixtral" else {"n_embd": 64, "n_layer": 8, "n_head": 4}
+    config = ModelConfig(architecture=architecture, settings=size).resolve(300)
+    source = weights(config, build_on_meta(config), 0, None)
+    settings = dict(config)
+    own = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    matrices = {
+        name: param
+        for name, param in AutoModelForCausalLM.from_config(own).named_parameters()
+        if param.dim() > 1
+    }
+    if architecture != "mixtral":
+        projections = [param for name, param in matrices.items() if name.endswith("c_proj.weight")]
+        assert len(projections) == 2 * 8
+        for param in projections:  # Radford et al., 2019: 1 / sqrt of the residual layers
+            assert param.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.1)
+    for name, param in matrices.items():
+        shape = tuple(param.shape)
+        found = source.read(name, shape, (0,) * len(shape), shape)
+        assert found.std().item() == pytest.approx(param.std().item(), rel=0.1), name
+
+
 def test_special_tokens_are_those_of_the_tokenizer_that_is_trained() -> None:
     """OLMo's padding is token 1, which is "!" there."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
