@@ -108,10 +108,13 @@ def _buffers(
     """Those of a pretrained model that lie in its directory. With seeded weights transformers makes
     the same as the run did."""
     path = _task_info(training_state).get("pretrained")
-    if not isinstance(path, str) or not (buffers := saved_buffers(build_on_meta(config))):
+    if not isinstance(path, str):
+        return {}
+    model = build_on_meta(config)
+    if not (buffers := saved_buffers(model)):
         return {}
     try:
-        PretrainedWeights(path).fill(buffers)
+        PretrainedWeights(path, model).fill(buffers)
     except ConfigError as error:
         raise ExchangeError(
             path, f"the model's buffers cannot be read there: {error.fact}", "Put it back"

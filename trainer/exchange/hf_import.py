@@ -42,7 +42,7 @@ def import_hf(
     config = read_config(source)
     model = build_on_meta(ModelConfig(path=str(source)).resolve(vocab_size=0))
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    weights = PretrainedWeights(str(source))
+    weights = PretrainedWeights(str(source), model)
     weights.check(shapes)
     buffers = weights.fill(saved_buffers(model))
     incoming = (

@@ -250,7 +250,7 @@ def weights(
         from trainer.models.init import saved_buffers
         from trainer.models.pretrained import PretrainedWeights
 
-        source = PretrainedWeights(pretrained_path)
+        source = PretrainedWeights(pretrained_path, model)
         source.check({name: tuple(param.shape) for name, param in model.named_parameters()})
         source.fill(saved_buffers(model))
         return source

@@ -166,6 +166,21 @@ def test_import_takes_the_weights_and_a_new_optimizer(tmp_path: Path, tied: bool
         import_hf(store, KEYS, tmp_path / "hf", step=0, moments=MOMENTS)
 
 
+def test_import_puts_experts_together(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=3, vocab_size=64,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="5KB")
+    store = open_store(tmp_path / "run")
+    reader = Reader(store, import_hf(store, KEYS, tmp_path / "hf", step=1, moments=MOMENTS)[0])
+    for name, param in model.named_parameters():
+        assert torch.equal(reader.read_full(f"param/{name}"), param)
+
+
 def test_import_widens_half_precision(tmp_path: Path) -> None:
     tiny = make_tiny(steps=1)
     wanted = {n: p.detach().bfloat16().float() for n, p in tiny.model.named_parameters()}
