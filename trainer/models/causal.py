@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.errors import ConfigError
-from trainer.models.family import ModelFamily, family_of
+from trainer.models.family import family_of
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,9 @@ def check_causal(config: Mapping[str, Any], seq_len: int) -> None:
     """
     if seq_len == 1:
         return
-    family = family_of(config["model_type"])
-    for candidate in smaller(config):
+    for model in small_models(config):
         try:
-            leak = _leak(family, candidate, min(seq_len, _TOKENS))
+            leak = _leak(model, min(seq_len, _TOKENS))
         except Exception as error:  # not every configuration can be made smaller
             log.debug("%s cannot be made smaller: %s", config["model_type"], error)
             continue
@@ -71,17 +70,28 @@ def check_causal(config: Mapping[str, Any], seq_len: int) -> None:
     )
 
 
-def _leak(family: ModelFamily, config: Mapping[str, Any], tokens: int) -> float | None:
+def small_models(config: Mapping[str, Any]) -> Iterator[Any]:
+    """Small models of a configuration, those of them that can be built and are small enough to try;
+    in evaluation, parameters on the meta device."""
+    family = family_of(config["model_type"])
+    for candidate in smaller(config):
+        try:
+            model = family.build_on_meta(candidate).eval()
+        except Exception as error:  # not every configuration can be made smaller
+            log.debug("%s cannot be made smaller: %s", config["model_type"], error)
+            continue
+        if sum(param.numel() for param in model.parameters()) <= _MOST_PARAMETERS:
+            yield model
+
+
+def _leak(model: Any, tokens: int) -> float | None:
     """What another last token changes of the earlier logits, as a share of what it changes of its
-    own; None where the model is too large to try, or says nothing finite."""
+    own; None where the model says nothing finite."""
     import torch
     from torch.func import functional_call
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        model = family.build_on_meta(config).eval()
-        if sum(param.numel() for param in model.parameters()) > _MOST_PARAMETERS:
-            return None
         weights = {n: torch.randn(p.shape) * 0.2 for n, p in model.named_parameters()}
         ids = torch.arange(2, 2 + tokens).repeat(2, 1)
         ids[1, -1] += 1

@@ -10,7 +10,8 @@ Shapes: x_BSD is (batch, sequence, model dim), N is batch × sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +21,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
+from trainer.models.causal import small_models
+
+log = logging.getLogger(__name__)
+
+_TOKENS = 8
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 Entropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -69,6 +75,40 @@ def with_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> Any:
         losses.targets = None
     losses.check(output.logits)
     return output
+
+
+def check_chunks(config: Mapping[str, Any], chunk: int, seq_len: int) -> None:
+    """Tries a small model of a configuration, with random weights, before anything starts. What
+    cannot be tried is refused in its first micro-batch.
+
+    Args:
+        config: the complete configuration.
+        chunk: tokens.
+        seq_len: tokens in a sample.
+
+    Raises:
+        ConfigError: the model has no head, or changes its logits after it.
+    """
+    for model in small_models(config):
+        chunk_head(model, chunk)
+        try:
+            _try_chunks(model, min(seq_len, _TOKENS))
+        except ConfigError:
+            raise
+        except Exception as error:  # not every configuration can be made smaller
+            log.debug("%s cannot be made smaller: %s", config["model_type"], error)
+            continue
+        return
+
+
+def _try_chunks(model: Any, tokens: int) -> None:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        named = model.named_parameters(remove_duplicate=False)
+        weights = {name: torch.randn(param.shape) * 0.2 for name, param in named}
+        model.load_state_dict(weights, strict=False, assign=True)
+        ids = torch.arange(2, 2 + tokens)[None]
+        with_losses(model, ids, input_ids=ids, use_cache=False)
 
 
 def same(returned: torch.Tensor, first: torch.Tensor) -> bool:

@@ -136,6 +136,10 @@ class CausalLM:
         self.model.check_settings(config)
         check_positions(config, self.seq_len)
         check_causal(config, self.seq_len)
+        if self.loss_chunk is not None:
+            from trainer.models.chunked_head import check_chunks
+
+            check_chunks(config, self.loss_chunk, self.seq_len)
 
     def plan_model(
         self, train: TrainConfig, vocab_size: int

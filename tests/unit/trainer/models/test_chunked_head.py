@@ -145,6 +145,38 @@ def test_a_model_that_changes_its_logits_is_refused() -> None:
         with_losses(model, batch[:, 1:], input_ids=batch[:, :-1])
 
 
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere", {}),
+        ("gemma3_text", {"head_dim": 4, "final_logit_softcapping": 30.0}),
+    ],
+)
+def test_that_a_model_changes_its_logits_is_found_before_anything_starts(
+    task: CausalLM, architecture: str, settings: dict[str, Any]
+) -> None:
+    model = ModelConfig(architecture=architecture, settings={**SETTINGS, **settings})
+    replace(task, model=model).check(300)
+    with pytest.raises(ConfigError, match="changes its logits") as caught:
+        replace(task, model=model, loss_chunk=CHUNK).check(300)
+    assert (caught.value.field, caught.value.value) == ("train.task.loss_chunk", CHUNK)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "granite", "gemma3_text", "mixtral", "gpt2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_leaves_its_logits_alone_is_taken(
+    task: CausalLM, architecture: str, tied: bool
+) -> None:
+    sizes = {} if architecture == "gpt2" else SETTINGS
+    settings = {**sizes, "tie_word_embeddings": tied}
+    model = ModelConfig(architecture=architecture, settings=settings)
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    replace(task, model=model, loss_chunk=CHUNK).check(300)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_first_loss_that_is_no_number_is_no_reason_to_refuse() -> None:
     """Nor to believe that all is well: what comes next says it."""
     plain, changing = model_of(), model_of("granite", logits_scaling=8.0)
