@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
 from trainer.models.family import ModelFamily, family_of
+from trainer.models.hf import text_configuration
 
 if TYPE_CHECKING:
     from trainer.parallel.compiled import Compile
@@ -20,8 +21,8 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
     """Checks that `degree` tensor ranks can share the model.
 
     Raises:
-        ConfigError: the model has no usable plan, the plan leaves modules out, or a dimension does
-            not divide.
+        ConfigError: the model has no usable plan, the plan leaves modules out, a dimension does
+            not divide, or there is dropout.
     """
     if degree == 1:
         return
@@ -43,6 +44,15 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
                 f"it does not divide {name} = {size}",
                 f"Use a divisor of {size}, or change {name}",
             )
+    dropped = _dropout(config)
+    if dropped:
+        raise ConfigError(
+            "train.task.model.settings",
+            ", ".join(f"{name} = {value}" for name, value in dropped.items()),
+            f"{degree} tensor ranks, which draw alike, would drop the same of their different "
+            "tokens and heads",
+            f"Set {', '.join(dropped)} to 0, or use train.parallel.tensor = 1",
+        )
 
 
 def check_compiled_tensor(
@@ -98,6 +108,20 @@ def check_same_blocks(config: Mapping[str, Any], degree: int) -> None:
                 "other blocks, and gathers are of all of them",
                 f"Use {name} = 0, or shard = 1 and context = 1",
             )
+
+
+def _dropout(config: Mapping[str, Any]) -> dict[str, float]:
+    """Settings by which a decoder drops numbers. Heads for other ends have their own, and
+    layerdrop leaves out whole blocks."""
+    return {
+        name: value
+        for name, value in text_configuration(config).to_dict().items()
+        if "drop" in name
+        and not name.startswith(("classifier", "summary"))
+        and not name.endswith("layerdrop")
+        and isinstance(value, int | float)
+        and value > 0
+    }
 
 
 def _why_not_split(model: Any, family: ModelFamily) -> str | None:

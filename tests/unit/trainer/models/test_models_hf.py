@@ -404,6 +404,33 @@ def test_a_model_with_modules_of_unknown_place_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("architecture", "settings", "value"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ("phi", {"resid_pdrop": 0.5}, "resid_pdrop = 0.5"),
+        ("starcoder2", {"embedding_dropout": 0.1}, "embedding_dropout = 0.1"),
+        (
+            "gpt_neox",
+            {"attention_dropout": 0.1, "hidden_dropout": 0.2},
+            "attention_dropout = 0.1, hidden_dropout = 0.2",
+        ),
+    ],
+)
+def test_dropout_is_refused_where_tensor_ranks_would_draw_the_same_mask(
+    architecture: str, settings: dict[str, Any], value: str
+) -> None:
+    given = {**TINY, **DIVISIBLE, **settings}
+    config = ModelConfig(architecture=architecture, settings=given).resolve(64)
+    model = build_on_meta(config)
+    with pytest.raises(ConfigError, match="would drop the same") as caught:
+        check_tensor_parallel(config, model, 2, 16)
+    assert sorted(caught.value.value.split(", ")) == sorted(value.split(", "))  # type: ignore[attr-defined]
+    assert caught.value.field == "train.task.model.settings"
+    assert "train.parallel.tensor = 1" in caught.value.fix
+    check_tensor_parallel(config, model, 1, 16)
+
+
+@pytest.mark.parametrize(
     ("architecture", "settings", "why"),
     [
         ("gpt2", {"n_embd": 16, "n_layer": 1, "n_head": 2}, "transformers has no plan for it"),

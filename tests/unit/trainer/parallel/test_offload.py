@@ -304,7 +304,7 @@ def test_an_heir_has_the_memory_of_its_predecessor() -> None:
     assert heir.offloaded_bytes == held > 0
 
 
-Train = Callable[[OffloadConfig | None, int, int, int], list[WorkerResult]]
+Train = Callable[[OffloadConfig | None, int, int], list[WorkerResult]]
 
 
 @pytest.fixture(scope="module")
@@ -315,10 +315,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Train:
     task = tiny_task(text, num_hidden_layers=LAYERS, attention_dropout=0.1)
 
     @functools.cache
-    def train(
-        offload: OffloadConfig | None, shard: int, tensor: int, replicas: int
-    ) -> list[WorkerResult]:
-        config = tiny_train(text, shard=shard, tensor=tensor, task=task, steps=3, recompute=2)
+    def train(offload: OffloadConfig | None, shard: int, replicas: int) -> list[WorkerResult]:
+        config = tiny_train(text, shard=shard, task=task, steps=3, recompute=2)
         config = replace(config, offload=offload)
         prepared = task.prepare(config, str(root / "cache"))
         results = run_layout(prepared, config, replicas=replicas, lanes=2)
@@ -329,17 +327,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Train:
 
 
 @pytest.mark.parametrize(
-    ("shard", "tensor", "replicas"),
-    [
-        (2, 1, 1),
-        pytest.param(1, 1, 2, marks=pytest.mark.soak),
-        pytest.param(1, 2, 1, marks=pytest.mark.soak),
-    ],
+    ("shard", "replicas"),
+    [(2, 1), pytest.param(1, 2, marks=pytest.mark.soak)],
 )
-def test_layouts_have_the_same_bits(trained: Train, shard: int, tensor: int, replicas: int) -> None:
+def test_layouts_have_the_same_bits(trained: Train, shard: int, replicas: int) -> None:
     """With dropout. Without, in all layouts: test_matrix.py."""
-    plain = trained(None, shard, tensor, replicas)
-    moved = trained(EVERYTHING, shard, tensor, replicas)
+    plain = trained(None, shard, replicas)
+    moved = trained(EVERYTHING, shard, replicas)
     for one, other in zip(plain, moved, strict=True):
         assert_same_bits(one, other)
 
