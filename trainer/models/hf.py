@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 
     from trainer.models.init import WeightSource
 
+_NUMBERS = (
+    "Set train.precision for what blocks compute in, and master_dtype of train.optimizer for what "
+    "weights are kept in"
+)
+_OURS = {
+    "attn_implementation": "Leave it out: attention is torch's scaled_dot_product_attention",
+    "dtype": _NUMBERS,
+    "torch_dtype": _NUMBERS,
+}
+"""Settings of transformers that the trainer makes itself, and what to do instead. A model's
+config.json may have them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -113,6 +125,10 @@ class ModelConfig:
         kind = type(config)
         known = {*inspect.signature(kind).parameters, *kind.attribute_map}
         for key in self.settings:
+            if key in _OURS:
+                raise ConfigError(
+                    "train.task.model.settings", key, "nothing would read it", _OURS[key]
+                )
             # What goes by an older name is converted, and is no attribute then.
             if key in known or hasattr(kind, key) or not hasattr(config, key):
                 continue

@@ -120,6 +120,26 @@ def test_a_setting_that_the_configuration_does_not_have_is_refused(key: str, fix
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("attn_implementation", "eager", "scaled_dot_product_attention"),
+        ("dtype", "bfloat16", "train.precision"),
+        ("torch_dtype", "bfloat16", "master_dtype"),
+    ],
+)
+def test_a_setting_that_the_trainer_makes_itself_is_refused(
+    tmp_path: Path, key: str, value: str, fix: str
+) -> None:
+    model = ModelConfig(settings={**TINY, key: value})
+    with pytest.raises(ConfigError, match="nothing would read it") as caught:
+        model.check_settings(model.resolve(300))
+    assert (caught.value.field, caught.value.value) == ("train.task.model.settings", key)
+    assert fix in caught.value.fix
+    given = ModelConfig(path=write_model(tmp_path, **{key: value}))
+    given.check_settings(given.resolve(100))
+
+
+@pytest.mark.parametrize(
     ("architecture", "settings"),
     [
         ("llama", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
