@@ -242,6 +242,22 @@ def one_text_each() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = asked
 
 
+def keep_rotations(model: nn.Module) -> None:
+    """Has rotations of the type `dynamic` keep their frequencies. They would ask the device in each
+    forward whether a sample is longer than the model's positions, and wait; `check_positions` sees
+    to it that none is. To be called when the weights are known, as transformers sets the
+    frequencies by their type, too."""
+    module: Any
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind == "dynamic":
+            module.rope_type = "default"
+        elif isinstance(kind, dict):  # of each type of layer
+            module.rope_type = {
+                layer: "default" if own == "dynamic" else own for layer, own in kind.items()
+            }
+
+
 def _configuration(config: Mapping[str, Any]) -> Any:
     """transformers' object of a complete configuration."""
     from transformers import AutoConfig

@@ -14,7 +14,13 @@ from trainer.data.config import DataConfig
 from trainer.errors import ConfigError, TrainerError, check_types
 from trainer.models.causal import check_causal
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
-from trainer.models.hf import ModelConfig, check_positions, one_text_each, text_configuration
+from trainer.models.hf import (
+    ModelConfig,
+    check_positions,
+    keep_rotations,
+    one_text_each,
+    text_configuration,
+)
 from trainer.parallel.check import (
     check_compiled_tensor,
     check_same_blocks,
@@ -274,7 +280,9 @@ class PreparedCausalLM:
             from trainer.parallel.context.ring import Ring
 
             put_ring_in(model, Ring())
-        return model, self.family.weights(self.config, model, seed, self.pretrained)
+        source = self.family.weights(self.config, model, seed, self.pretrained)
+        keep_rotations(model)
+        return model, source
 
     def flops_per_token(self, model: nn.Module) -> dict[str, float]:
         """See PreparedTask."""

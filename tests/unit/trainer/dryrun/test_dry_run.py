@@ -128,6 +128,15 @@ def test_what_a_chunked_head_compares_at_first_is_no_part_of_a_step() -> None:
     assert dry_run(small_train(loss_chunk=64), replicas=1, device="cuda").host_syncs == 1
 
 
+def test_rotations_by_length_do_not_ask_how_long_a_sample_is() -> None:
+    plain = small_train()
+    rotations = {"rope_type": "dynamic", "factor": 1.1, "rope_theta": 1e4}
+    model = plain.task.model
+    model = replace(model, settings={**model.settings, "rope_parameters": rotations})
+    train = replace(plain, task=replace(plain.task, model=model))
+    assert dry_run(train, replicas=1, device="cuda").host_syncs == 1
+
+
 def test_recomputation_and_a_chunked_head_need_less() -> None:
     def needs(**changes: Any) -> dict[str, int]:
         train = small_train(global_batch=16, **changes)

@@ -21,7 +21,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.data import DataConfig, TokensCorruptError
 from trainer.engine.state import state_table
 from trainer.errors import ConfigError
-from trainer.models.hf import ModelConfig
+from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.custom import CustomTask
 from trainer.tasks.task import default_cache_dir
@@ -127,6 +127,32 @@ def test_workers_build_the_same_model(prepared: PreparedCausalLM) -> None:
         value = source.read(name, shape, (0,) * len(shape), shape)
         assert value.shape == shape
         assert torch.isfinite(value).all()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_rotations_that_are_kept_are_those_of_transformers(
+    texts: Path, cache: str, architecture: str
+) -> None:
+    """Up to the model's last position. Gemma 3 has a type for each type of layer."""
+    dynamic = {"rope_type": "dynamic", "factor": 1.1, "rope_theta": 1e4}
+    kinds = {"full_attention": dynamic, "sliding_attention": dynamic}
+    settings = {
+        **SETTINGS,
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "max_position_embeddings": SEQ_LEN,
+        "rope_parameters": dynamic if architecture == "llama" else kinds,
+    }
+    given = {"architecture": architecture, "settings": settings}
+    prepared = prepare(task_for(texts, model=given), cache)
+    built: Any = prepared.build(3)[0]
+    own: Any = build_on_meta(prepared.config)
+    place, x = torch.arange(SEQ_LEN)[None], torch.zeros(1, SEQ_LEN, 16)
+    for kind in [()] if architecture == "llama" else [(name,) for name in kinds]:
+        found, expected = (model.model.rotary_emb(x, place, *kind) for model in (built, own))
+        assert all(map(torch.equal, found, expected))
+    assert "dynamic" not in str(built.model.rotary_emb.rope_type)
+    assert "dynamic" in str(own.model.rotary_emb.rope_type)
 
 
 def test_the_loss_is_the_summed_cross_entropy_of_the_next_tokens(
