@@ -18,9 +18,18 @@ cross Ray: each keeps its constructor arguments in `args`.
 
 from __future__ import annotations
 
+import sysconfig
+import textwrap
 import traceback
+from pathlib import Path
 
 from checkpointing.field_types import settle_types
+
+_NOT_USERS = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *(str(Path(__file__).parents[1] / name) for name in ("trainer", "elastic")),
+)
+"""Where code lies that users have not written."""
 
 
 class TrainerError(Exception):
@@ -49,6 +58,19 @@ def describe(error: Exception) -> str:
     """What there is to say of an exception that is being handled: of one about the settings its
     words, of another its traceback."""
     return str(error) if isinstance(error, ConfigError) else traceback.format_exc()
+
+
+def blame(error: Exception) -> str:
+    """An exception of the user's code in half a line: what it is, and where in that code it came
+    from; where it passed through none of it, where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [one for one in frames if not one.filename.startswith(("<", *_NOT_USERS))]
+    text = textwrap.shorten(str(error), 200, placeholder=" …")
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if not frames:
+        return what
+    last = (users or frames)[-1]
+    return f"{what} (line {last.lineno} of {Path(last.filename).name})"
 
 
 def check_types(config: object, where: str) -> None:

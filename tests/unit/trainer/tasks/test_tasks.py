@@ -526,8 +526,10 @@ def test_a_loss_that_is_no_sum_and_count_is_refused(tmp_path: Path, loss: Any, t
     assert told in error.fact and "sum" in error.fix
 
 
-def test_a_loss_that_cannot_be_tried_here_is_left_to_the_workers(tmp_path: Path) -> None:
-    """It may need their device, their files, or a peer."""
+def test_a_loss_that_cannot_be_tried_here_is_left_to_the_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may need their device, their files, or a peer. What raises here is told of."""
     release = threading.Event()
 
     def raises(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -541,6 +543,29 @@ def test_a_loss_that_cannot_be_tried_here_is_left_to_the_workers(tmp_path: Path)
         task = custom(build_model=lambda: nn.Linear(3, 2), loss_function=loss)
         assert prepare(task, str(tmp_path)) is task
     release.set()
+    (told,) = caplog.messages
+    line = raises.__code__.co_firstlineno + 1
+    where = f"(line {line} of {Path(__file__).name})"
+    assert told.startswith(f"on this machine the loss raised RuntimeError: no GPU {where}. ")
+
+
+def test_a_loss_that_raises_is_told_of_with_the_users_own_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it raises itself, or what it calls does, with samples of a wrong shape."""
+
+    def misses(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        return {}["x"], 1
+
+    def wide(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(torch.cat([batch, batch], dim=1)).sum(), len(batch)
+
+    for loss, what in ((misses, "KeyError: 'x'"), (wide, "RuntimeError: mat1 and mat2 shapes")):
+        caplog.clear()
+        prepare(custom(build_model=lambda: nn.Linear(3, 2), loss_function=loss), str(tmp_path))
+        (told,) = caplog.messages
+        assert f"the loss raised {what}" in told
+        assert f"(line {loss.__code__.co_firstlineno + 1} of {Path(__file__).name})" in told
 
 
 def test_an_operator_without_a_deterministic_way_is_refused_unless_it_is_asked_for(
