@@ -265,6 +265,23 @@ def test_a_misspelled_setting_is_refused_before_text_is_read(texts: Path, tmp_pa
     assert (error.field, error.value) == ("train.task.model.settings", "num_hiden_layers")
 
 
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4, num_key_value_heads = 3"),
+        ({"intermediate_size": 0}, "model.layers.0.mlp.gate_proj.weight"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+    ],
+)
+def test_a_model_that_cannot_compute_or_learn_is_refused_before_text_is_read(
+    texts: Path, tmp_path: Path, changes: dict[str, int], value: str
+) -> None:
+    model = {"settings": {**SETTINGS, **changes}}
+    error = refusal(task_for(texts / "missing", model=model), str(tmp_path / "c"))
+    assert error.field == "train.task.model.settings"
+    assert value in str(error.value)
+
+
 def test_a_sample_longer_than_the_model_is_refused_before_text_is_read(
     texts: Path, tmp_path: Path
 ) -> None:
