@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from types import ModuleType
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from checkpointing import CheckpointError
 from elastic.errors import ElasticError
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, TrainerError, blame
 
 if TYPE_CHECKING:
     from elastic.api import ElasticTrainer
@@ -54,6 +56,26 @@ def find_trainer(where: str) -> ElasticTrainer:
     if len(different) != 1:
         raise ConfigError("FILE", file, f"not one ElasticTrainer: {known}", "Use FILE.py:NAME")
     return next(iter(different.values()))
+
+
+@contextmanager
+def bad_input(where: str, what: str, fix: str = "Mend the file") -> Iterator[None]:
+    """What the code of a program raises in this block is bad input.
+
+    Args:
+        where: FILE.py[:NAME].
+        what: is done there.
+        fix: what to do about it.
+
+    Raises:
+        ConfigError: it raised. Our own errors stay as they are.
+    """
+    try:
+        yield
+    except (CheckpointError, ElasticError, TrainerError):
+        raise
+    except Exception as error:
+        raise ConfigError("FILE", where, f"{what} raised {blame(error)}", fix) from error
 
 
 def _import(file: Path) -> ModuleType:
