@@ -411,8 +411,6 @@ def check_continues(
         "train.global_batch": ("global_batch", train.global_batch),
         "train.lanes": ("lanes", train.lanes or state.get("lanes")),
     }
-    if task is not None:
-        now["train.task"] = ("samples", len(task.train_data()))
     for field, (key, value) in now.items():
         before = state.get(key, value)  # an imported checkpoint belongs to no run yet
         if before != value:
@@ -422,3 +420,14 @@ def check_continues(
                 f"the run to be continued has {before}, and would not end with the same weights",
                 f"Use {before}, another run_config.name, or resume='never'",
             )
+    if task is None:
+        return
+    samples = len(task.train_data())
+    if (before := state.get("samples", samples)) != samples:
+        raise ConfigError(
+            "train.task",
+            f"{samples:,} samples",
+            f"the run to be continued has {before:,}, and would not end with the same weights",
+            "Use the same data, of text the same paths, seq_len, holdout and tokenizer, or another "
+            "run_config.name, or resume='never'",
+        )
