@@ -51,7 +51,8 @@ class ConfigError(TrainerError):
         self.field, self.value, self.fact, self.fix = field, value, fact, fix
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.fact}. {self.fix}."
+        # A fact may end with another error's words, which are a sentence already.
+        return f"{self.field} = {self.value!r}: {self.fact.removesuffix('.')}. {self.fix}."
 
 
 def describe(error: Exception) -> str:

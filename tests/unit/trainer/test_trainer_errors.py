@@ -54,6 +54,12 @@ def test_a_config_error_names_field_value_fact_and_fix() -> None:
     assert (error.field, error.value) == ("train.precision", "fp8")
 
 
+def test_the_words_of_another_error_end_with_one_full_stop() -> None:
+    reason = CompileError("block model.layers.0", "it calls print")
+    error = ConfigError("train.compile", "require", f"a trial failed: {reason}", "Use 'off'")
+    assert str(error).endswith("train.compile = 'off'. Use 'off'.")
+
+
 @pytest.mark.parametrize(("count", "shown"), [(2, "[0, 1]"), (16, "15]"), (17, "15, …]")])
 def test_a_non_finite_error_shows_the_first_sixteen_samples(count: int, shown: str) -> None:
     text = str(NonFiniteError(41, 5, tuple(range(count))))

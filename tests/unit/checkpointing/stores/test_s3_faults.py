@@ -14,6 +14,7 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import NoCredentialsError
 
 from checkpointing import (
     Attempt,
@@ -28,6 +29,7 @@ from checkpointing import (
     open_store,
     write_shared,
 )
+from checkpointing.stores.s3.errors import LOGIN_CODES, read_failure
 from checkpointing.stores.s3.pace import shared_file, shared_pacer
 from tests.support.fakes.s3_faults import FaultServer, Kind
 from tests.support.fakes.s3_server import forget_pace
@@ -41,6 +43,13 @@ def open_uploads(config: S3Config) -> list[str]:
     client = boto3.client("s3", endpoint_url=config.endpoint_url)
     answer = client.list_multipart_uploads(Bucket=config.bucket, Prefix=config.prefix)
     return [entry["Key"] for entry in answer.get("Uploads", ())]
+
+
+def test_credentials_that_are_not_there_are_provided_and_not_renewed() -> None:
+    failure = read_failure(NoCredentialsError())
+    assert failure.answer == "refused" and failure.code in LOGIN_CODES
+    assert failure.fact.startswith("there are no AWS credentials; provide them (environment, ")
+    assert "renew" not in failure.fact
 
 
 # -- what is cured by trying again -----------------------------------------------------------------
