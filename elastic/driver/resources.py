@@ -135,8 +135,8 @@ def find_lacking(scaling: ScalingConfig, parallel: ParallelConfig, room: int) ->
         return None
     return (
         f"scaling.spares = {scaling.spares}: {lacking} of them will not be there: the cluster has "
-        f"room for {room} workers, with {_each(scaling)} each, and {slots} train. "
-        f"Add nodes (or start Ray with a larger --num-cpus), or use spares={scaling.spares - lacking}"
+        f"room for {room} workers, with {_each(scaling)} each, and {slots} train. Add nodes (or "
+        f"start Ray with a larger --num-cpus), or use spares={scaling.spares - lacking}"
     )
 
 
