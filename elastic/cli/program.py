@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _MODULE = "__mp_main__"
 """What multiprocessing calls a main program that is imported, not run."""
 
+_MAKE_ONE = "Make one there, such as `trainer = ElasticTrainer(...)`, that NAME can name"
+
 READ = """\
 FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and it
 ends where it calls `fit`, which starts nothing. All else outside functions is done, `ray.init()`
@@ -50,10 +52,13 @@ def find_trainer(where: str) -> ElasticTrainer:
     known = f"it has {', '.join(there)}" if there else "it has none outside functions"
     if name:
         if name not in there:
-            raise ConfigError("NAME", name, f"no ElasticTrainer in {file}: {known}", "Name one")
+            fix = "Name one" if there else _MAKE_ONE
+            raise ConfigError("NAME", name, f"no ElasticTrainer in {file}: {known}", fix)
         return there[name]
     different = {id(value): value for value in there.values()}
-    if len(different) != 1:
+    if not different:
+        raise ConfigError("FILE", file, f"no ElasticTrainer in it: {known}", _MAKE_ONE)
+    if len(different) > 1:
         raise ConfigError("FILE", file, f"not one ElasticTrainer: {known}", "Use FILE.py:NAME")
     return next(iter(different.values()))
 

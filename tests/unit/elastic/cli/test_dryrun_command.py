@@ -228,7 +228,8 @@ def test_groups_that_no_machine_holds(file: Path, capsys: pytest.CaptureFixture[
     [
         ("missing.py", "no such file"),
         ("program.py:other", "no ElasticTrainer in .*: it has trainer, again"),
-        ("empty.py", "not one ElasticTrainer: it has none outside functions"),
+        ("empty.py", "no ElasticTrainer in it: it has none outside functions. Make one there"),
+        ("empty.py:trainer", "it has none outside functions. Make one there"),
         ("two.py", "not one ElasticTrainer: it has a, b. Use FILE.py:NAME"),
         ("program.txt", "Name a file that ends in .py"),
     ],
