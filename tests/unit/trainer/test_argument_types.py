@@ -70,7 +70,7 @@ def custom(**changes: Any) -> CustomTask:
         (custom, {"info": [1]}, "train.task.info"),
         (custom, {"dataset": Stream()}, "train.task.dataset"),
         (custom, {"dataset": iter([1])}, "train.task.dataset"),
-        (custom, {"eval_dataset": DataLoader([1])}, "train.task.eval_dataset"),
+        (custom, {"eval_dataset": DataLoader(Stream())}, "train.task.eval_dataset"),
         (custom, {"loss_function": None}, "train.task.loss_function"),
         (custom, {"build_model": nn.Linear(1, 1)}, "train.task.build_model"),
     ],

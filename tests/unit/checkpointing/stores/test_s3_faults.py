@@ -14,7 +14,6 @@ from typing import Any
 
 import boto3
 import pytest
-from botocore.exceptions import NoCredentialsError
 
 from checkpointing import (
     Attempt,
@@ -29,7 +28,6 @@ from checkpointing import (
     open_store,
     write_shared,
 )
-from checkpointing.stores.s3.errors import LOGIN_CODES, read_failure
 from checkpointing.stores.s3.pace import shared_file, shared_pacer
 from tests.support.fakes.s3_faults import FaultServer, Kind
 from tests.support.fakes.s3_server import forget_pace
@@ -43,13 +41,6 @@ def open_uploads(config: S3Config) -> list[str]:
     client = boto3.client("s3", endpoint_url=config.endpoint_url)
     answer = client.list_multipart_uploads(Bucket=config.bucket, Prefix=config.prefix)
     return [entry["Key"] for entry in answer.get("Uploads", ())]
-
-
-def test_credentials_that_are_not_there_are_provided_and_not_renewed() -> None:
-    failure = read_failure(NoCredentialsError())
-    assert failure.answer == "refused" and failure.code in LOGIN_CODES
-    assert failure.fact.startswith("there are no AWS credentials; provide them (environment, ")
-    assert "renew" not in failure.fact
 
 
 # -- what is cured by trying again -----------------------------------------------------------------
@@ -363,7 +354,7 @@ def test_no_credentials_until_there_are_some(config: S3Config, faults: FaultServ
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.delenv(name)
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-        with pytest.raises(StoreUnavailableError, match="no AWS credentials; provide them"):
+        with pytest.raises(StoreUnavailableError, match=r"no AWS credentials; provide them \(env"):
             open_store(own).list("")
     assert faults.requests == []
     assert open_store(own).list("") == []

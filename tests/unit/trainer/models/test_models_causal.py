@@ -80,7 +80,8 @@ def test_heads_that_cannot_be_shared_are_refused(
         with pytest.raises(ConfigError) as it:
             check(architecture, settings)
         assert it.value.field == "train.task.model.settings"
-        assert f"num_attention_heads = {heads}, num_key_value_heads = {shared}" in it.value.value
+        said = str(it.value.value)
+        assert f"num_attention_heads = {heads}, num_key_value_heads = {shared}" in said
         assert re.search(rf"computes: RuntimeError: .*\({heads}\) must match", it.value.fact)
 
 

@@ -572,7 +572,7 @@ def test_a_loss_that_raises_is_told_of_with_the_users_own_line(
     """Whether it raises itself, or what it calls does, with samples of a wrong shape."""
 
     def misses(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-        return {}["x"], 1
+        raise KeyError("x")
 
     def wide(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         return model(torch.cat([batch, batch], dim=1)).sum(), len(batch)
