@@ -18,6 +18,7 @@ cross Ray: each keeps its constructor arguments in `args`.
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import textwrap
 import traceback
@@ -25,9 +26,12 @@ from pathlib import Path
 
 from checkpointing.field_types import settle_types
 
-_NOT_USERS = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    *(str(Path(__file__).parents[1] / name) for name in ("trainer", "elastic")),
+_NOT_USERS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(Path(__file__).parents[1] / name for name in ("trainer", "elastic")),
+    )
 )
 """Where code lies that users have not written."""
 

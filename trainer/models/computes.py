@@ -57,6 +57,9 @@ def check_computes(family: ModelFamily, config: Mapping[str, Any], tokens: int) 
     Raises:
         ConfigError: it does not.
     """
+    # transformers' models compute on any machine; another's may need what this one has not.
+    if type(family).build_on_meta is not ModelFamily.build_on_meta:
+        return
     import torch
     from torch._subclasses import fake_tensor
     from torch.func import functional_call

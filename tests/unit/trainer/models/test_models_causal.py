@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from trainer.errors import ConfigError
 from trainer.models.causal import check_causal
 from trainer.models.computes import check_computes
-from trainer.models.family import family_of
+from trainer.models.family import ModelFamily, family_of
 from trainer.models.hf import ModelConfig
 
 SMALL = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6}
@@ -99,6 +101,21 @@ def test_what_fake_tensors_do_not_know_is_no_reason_to_refuse() -> None:
     for architecture in ("blt", "granitemoehybrid"):
         config = ModelConfig(architecture=architecture).resolve(300)
         check_computes(family_of(config["model_type"]), config, 8)
+
+
+class OfOurOwn(ModelFamily):
+    """Builds its models itself."""
+
+    def build_on_meta(self, config: Mapping[str, Any]) -> nn.Module:
+        return super().build_on_meta(config)
+
+
+def test_what_another_family_computes_is_not_known_on_this_machine() -> None:
+    """Its kernels may be for GPUs alone."""
+    config = ModelConfig(settings={**SMALL, "num_key_value_heads": 4}).resolve(300)
+    check_computes(OfOurOwn(), config, 8)
+    with pytest.raises(ConfigError):
+        check_computes(family_of("llama"), config, 8)
 
 
 def test_the_trial_leaves_the_global_generator_alone() -> None:
