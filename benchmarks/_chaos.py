@@ -12,8 +12,8 @@ from typing import Literal
 from benchmarks._chaos_features import Features, draw_features
 from elastic import HealthConfig
 from elastic.coordinator.fault_injection import TOGETHER_S
-from elastic.protocol.faults import Fault, Kind, draw_faults
-from trainer.loop.phases import Phase
+from elastic.protocol.faults import RECOVERY_PHASES, Fault, Kind
+from trainer.loop.phases import STEP_PHASES, Phase
 
 STEPS, LANES = 40, 4
 ROOM_FOR_ALL = 12
@@ -311,16 +311,9 @@ def _lay_anew(rng: random.Random, schedule: Schedule) -> Schedule:
 
 
 def _draw_faults(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
-    """Those of `draw_faults`, and sometimes one at a spare or outside the steps."""
-    faults = list(
-        draw_faults(
-            rng.randrange(2**31),
-            count=rng.randint(1, 4),
-            steps=STEPS,
-            slots=layout.slots,
-            kinds=KINDS,
-        )
-    )
+    """Some in the steps, and sometimes one at a spare or outside them."""
+    within = random.Random(rng.randrange(2**31))  # stored seeds draw so
+    faults = _draw_within(within, rng.randint(1, 4), layout.slots)
     if rng.random() < 0.3:
         kind: Kind = rng.choice(["kill", "freeze"])
         faults.append(Fault(kind=kind, step=_middle(rng), spare=True))
@@ -330,6 +323,25 @@ def _draw_faults(rng: random.Random, layout: Layout) -> tuple[Fault, ...]:
         workers = (rng.randrange(layout.slots),)
         faults.append(Fault(kind=rng.choice(KINDS), step=step, phase=edge, workers=workers))
     return tuple(sorted(faults, key=lambda fault: fault.step))
+
+
+def _draw_within(rng: random.Random, count: int, slots: int) -> list[Fault]:
+    """Some faults alone, some on two workers at once, some in a recovery; by their steps."""
+    common = sorted(STEP_PHASES)
+    faults: list[Fault] = []
+    for step in sorted(rng.randrange(STEPS) for _ in range(count)):
+        after = faults and rng.random() < 0.3
+        phase = rng.choice(sorted(RECOVERY_PHASES) if after else common)
+        most = 2 if slots > 1 and rng.random() < 0.3 else 1
+        faults.append(
+            Fault(
+                kind=rng.choice(KINDS),
+                step=faults[-1].step if after else step,
+                phase=phase,
+                workers=tuple(sorted(rng.sample(range(slots), most))),
+            )
+        )
+    return faults
 
 
 def _draw_resize(

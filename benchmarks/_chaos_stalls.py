@@ -32,6 +32,7 @@ from elastic.protocol.events import (
     WorkerJoined,
     WorkerLost,
 )
+from trainer.loop.device_time import merge
 
 START_S = 60.0
 """Longest wait for workers to start; ten times what it takes alone on the machine."""
@@ -68,7 +69,7 @@ def find_long_stalls(
         deeds: what was done to its machines and its control plane.
         evaluation_s: how long an evaluation takes at least.
     """
-    explained = _merge(
+    explained = merge(
         [
             *_waits_for_workers(happened, least_workers),
             *_waits_for_targets(happened),
@@ -184,16 +185,6 @@ def _deeds(
             yield deed.began, deed.ended + 2 * health.node_timeout_s
         if deed.action.kind in OF_COORDINATOR:
             yield deed.began, min((t for t in anew if t > deed.began), default=deed.ended)
-
-
-def _merge(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """The same time, with nothing in it twice."""
-    merged: list[Stretch] = []
-    for begin, end in sorted(stretches):
-        if merged and begin <= merged[-1][1]:
-            begin, end = merged[-1][0], max(end, merged.pop()[1])
-        merged.append((begin, end))
-    return merged
 
 
 def _overlap(one: Stretch, other: Stretch) -> float:

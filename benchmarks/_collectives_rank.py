@@ -132,7 +132,7 @@ def _measure(
             part.fill_(rank)
             own.fill_(rank)
             addends.fill_(1.0)
-            start = _agree(rank)
+            start = _agree()
             run()
             if turn:
                 times[way].append(time.monotonic() - start)
@@ -140,7 +140,7 @@ def _measure(
     return times
 
 
-def _agree(rank: int) -> float:
+def _agree() -> float:
     """A moment of this machine's clock at which all begin."""
     dist.barrier()
     moment = torch.tensor([time.monotonic() + _AHEAD_S], dtype=torch.float64)

@@ -73,6 +73,12 @@ def _is_below(pid: int, ancestor: int | None, parents: dict[int, int]) -> bool:
     return pid == ancestor
 
 
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on now."""
     with socket.socket() as probe:

@@ -122,8 +122,7 @@ def progress_of(system: str, directory: Path) -> Progress:
     """What a run has done so far: ours by its records, Ray Train's by its workers' traces."""
     if system == "ray_train":
         return [(step.time, step.step + 1) for step in read_traces(directory / "traces")]
-    path = directory / "run" / "steps.jsonl"
-    return [(r.time, r.step + 1) for r in read_steps(path)] if path.exists() else []
+    return [(r.time, r.step + 1) for r in read_steps(directory / "run" / "steps.jsonl")]
 
 
 def under_fire(

@@ -18,11 +18,11 @@ import argparse
 import asyncio
 import gc
 import itertools
-import os
 import time
 from pathlib import Path
 
 from benchmarks._common import end_properly, print_result, say, scratch, show_table
+from benchmarks._processes import resident_bytes
 from benchmarks.coordinator import LocalCoordinator, SimulatedWorker
 from checkpointing import CheckpointConfig
 from elastic import HealthConfig
@@ -158,21 +158,16 @@ async def live_through(config: CoordinatorConfig, incidents: int) -> dict[str, f
     each, began_s, at_first = config.groups.steps // incidents, time.perf_counter(), 0
     for incident in range(incidents):
         if incident == incidents // 10:
+            gc.collect()
             at_first = resident_bytes()
         await run.train(each)
         await run.lose_one()
     await run.whole()
+    gc.collect()
     grown = resident_bytes() - at_first
     await run.end()
     await coordinator.end("finished", None)
     return {"coordinator_rss_growth": grown, "lived_s": time.perf_counter() - began_s}
-
-
-def resident_bytes() -> int:
-    """Memory of this process that is not given back."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def coordinator_config(steps: int, directory: Path) -> CoordinatorConfig:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import end_properly, print_result, say, scratch
+from benchmarks._processes import resident_bytes
 from checkpointing import (
     Box,
     Keys,
@@ -179,7 +180,7 @@ def commit(receipts: Sequence[Receipt]) -> Manifest:
 def read(directory: str) -> dict[str, float]:
     """In a process of its own: reads the record, and what it takes."""
     store = open_store(directory)
-    before = _resident_bytes()
+    before = resident_bytes()
     with watched() as pauses:
         began = time.perf_counter()
         load_manifest(store, Keys(), STEP)
@@ -195,11 +196,6 @@ def read(directory: str) -> dict[str, float]:
         "peak_bytes": peak - before,
         "lock_held_s": pauses.longest_s,
     }
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
 
 
 def plan_s(reader: Reader, workers: int) -> float:

@@ -24,6 +24,7 @@ from checkpointing.errors import (
     IncompatibleError,
     MissingError,
     NotCommittedError,
+    OtherRecordError,
     ProtectedError,
     SliceError,
     StaleGenerationError,
@@ -54,7 +55,6 @@ from checkpointing.retention.retire import (
     retire,
     sweep_attempt,
     sweep_orphans,
-    sweep_uncommitted,
 )
 from checkpointing.retention.survey import Survey, Surveyor
 from checkpointing.retention.verified_mark import note_verified, verified_at
@@ -114,6 +114,7 @@ __all__ = [
     "Manifest",
     "MissingError",
     "NotCommittedError",
+    "OtherRecordError",
     "ProtectedError",
     "RangeSource",
     "Reader",
@@ -180,7 +181,6 @@ __all__ = [
     "sweep_given_up",
     "sweep_orphans",
     "sweep_snapshots",
-    "sweep_uncommitted",
     "take_stock",
     "tensors_sha256",
     "unpin",

@@ -11,7 +11,8 @@ CheckpointError
 ├── AlreadyCommittedError     the step has another checkpoint
 ├── StaleGenerationError      a newer roster has committed; this writer belongs to an old one
 ├── ProtectedError            a checkpoint that must stay: pinned, or the last one that is sound
-└── IncompatibleError         the checkpoint is of another model
+├── IncompatibleError         the checkpoint is of another model
+└── OtherRecordError          two readers have opened two checkpoints of one step
 
 A message is the fact, the numbers, and the next knob. All of them survive pickling, because they
 cross Ray: each keeps its constructor arguments in `args`.
@@ -182,4 +183,18 @@ class IncompatibleError(CheckpointError):
         return (
             f"tensor {self.name!r}: {self.fact} ({self.count} tensors differ). Use the "
             f"configuration that wrote the checkpoint, or another checkpoint directory."
+        )
+
+
+class OtherRecordError(CheckpointError):
+    """Readers of one checkpoint have opened records that differ; `sha256` is of the one here."""
+
+    def __init__(self, step: int, sha256: str) -> None:
+        super().__init__(step, sha256)
+        self.step, self.sha256 = step, sha256
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: the record here has the SHA-256 {self.sha256[:16]}, and another "
+            f"reader has opened another record. Mount the same storage on every node."
         )

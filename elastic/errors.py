@@ -5,6 +5,7 @@ ElasticError
 ├── RunFailedError    the run ended with an error
 ├── RunStoppedError   somebody else has stopped the run
 ├── SuspectFileError  the record of suspect machines cannot be read
+├── ProviderAwayError a provider's platform does not serve a call now
 ├── WebhookError      news of a run did not reach whom they were meant for
 │   └── WebhookRefusedError  and no later try will help
 ├── RunGoesOnError    a run of this name is going on (a ConfigError, too)
@@ -113,6 +114,23 @@ class WebhookRefusedError(WebhookError):
 class RunGoesOnError(ElasticError, trainer.errors.ConfigError):
     """A run of this name is going on. No setting is wrong: once it has ended, or can be attached
     to, the same command works."""
+
+
+class ProviderAwayError(ElasticError):
+    """A provider's platform does not serve a call now; the same call may pass later.
+
+    Args:
+        call: which.
+        fact: what it was answered, with the numbers.
+        fix: what to do.
+    """
+
+    def __init__(self, call: str, fact: str, fix: str) -> None:
+        super().__init__(call, fact, fix)
+        self.call, self.fact, self.fix = call, fact, fix
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.fact}. {self.fix}."
 
 
 class ReplaceError(ElasticError):

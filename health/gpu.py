@@ -13,18 +13,37 @@ from typing import Any
 
 from health.reading import Reading
 
+_LINK_ERRORS = (
+    "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",
+    (
+        "NVML_NVLINK_ERROR_DL_REPLAY",
+        "NVML_NVLINK_ERROR_DL_CRC_FLIT",
+        "NVML_NVLINK_ERROR_DL_CRC_DATA",
+    ),
+)
+_LINK_RECOVERIES = (
+    "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS",
+    ("NVML_NVLINK_ERROR_DL_RECOVERY",),
+)
+"""A field of each NVLink, and the counters that stand for it where there is none."""
+
 
 def open_nvml() -> ModuleType | None:
     """NVML, ready to be asked; None where there is none."""
+    return try_nvml()[0]
+
+
+def try_nvml() -> tuple[ModuleType | None, str]:
+    """As `open_nvml`, and why it does not start, in its words; "" where its package is missing."""
     try:
         import pynvml
     except ImportError:
-        return None
+        return None, ""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
+    except pynvml.NVMLError as error:
+        return None, str(error)
+    return pynvml, ""
 
 
 def bus_address(bus_id: str) -> str:
@@ -45,6 +64,9 @@ class Gpus:
         self._nvml = nvml
         opened = [self._open(index) for index in range(nvml.nvmlDeviceGetCount())]
         self._handles = dict(one for one in opened if one is not None)
+        self._asked_singly: dict[tuple[str, str], list[int]] = {}
+        """(GPU, field) -> the NVLinks of which each is asked for itself; none where the field tells
+        of them. Found out once, as each look reads them."""
 
     @property
     def handles(self) -> Mapping[str, Any]:
@@ -74,7 +96,7 @@ class Gpus:
         values: dict[str, float] = {"lost": 0.0}
         pids: tuple[int, ...] = ()
         try:
-            for names, ask in self._questions(handle).items():
+            for names, ask in self._questions(address, handle).items():
                 answer = self._ask(ask)
                 if answer is not None:
                     values |= zip(names, map(float, answer), strict=True)
@@ -93,7 +115,7 @@ class Gpus:
         except (self._nvml.NVMLError, AttributeError):  # an older package lacks the question
             return None
 
-    def _questions(self, handle: Any) -> dict[tuple[str, ...], Callable[[], Any]]:
+    def _questions(self, address: str, handle: Any) -> dict[tuple[str, ...], Callable[[], Any]]:
         """What to ask, by the names of what is answered."""
         nvml = self._nvml
         uncorrected, corrected = (
@@ -119,24 +141,51 @@ class Gpus:
             ("ecc_corrected_volatile",): errors(corrected, volatile),
             ("remap_pending", "remap_failed"): lambda: nvml.nvmlDeviceGetRemappedRows(handle)[2:],
             ("pcie_replays",): lambda: (nvml.nvmlDeviceGetPcieReplayCounter(handle),),
-            ("nvlink_errors",): self._over_links(handle, "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS"),
-            ("nvlink_recoveries",): self._over_links(
-                handle, "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS"
-            ),
+            ("nvlink_errors",): lambda: self._over_links(address, handle, *_LINK_ERRORS),
+            ("nvlink_recoveries",): lambda: self._over_links(address, handle, *_LINK_RECOVERIES),
             ("recovery_action",): self._field(handle, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"),
         }
 
     def _field(self, handle: Any, field: str) -> Callable[[], Any]:
         return lambda: self._sum(handle, [getattr(self._nvml, field)])
 
-    def _over_links(self, handle: Any, field: str) -> Callable[[], Any]:
+    def _over_links(
+        self, address: str, handle: Any, field: str, counters: Sequence[str]
+    ) -> tuple[int] | None:
+        """Of all NVLinks: by a field, which only those of Blackwell and later have, or by counters
+        of each link, which only those before have.
+
+        Source: https://docs.nvidia.com/deploy/nvml-api/latest/change-log.html
+        """
+        key = (address, field)
+        if key not in self._asked_singly:
+            told = self._ask(lambda: self._over_field(handle, field)) is not None
+            self._asked_singly[key] = [] if told else self._active_links(handle)
+        links = self._asked_singly[key]
+        if not links:
+            return self._over_field(handle, field)
+        answers = [self._ask_link(handle, link, name) for link in links for name in counters]
+        found = [answer for answer in answers if answer is not None]
+        return (sum(found),) if found else None
+
+    def _active_links(self, handle: Any) -> list[int]:
+        def is_active(link: int) -> bool:
+            state = self._ask(lambda: self._nvml.nvmlDeviceGetNvLinkState(handle, link))
+            return bool(state == self._nvml.NVML_FEATURE_ENABLED)
+
+        return [link for link in range(self._nvml.NVML_NVLINK_MAX_LINKS) if is_active(link)]
+
+    def _ask_link(self, handle: Any, link: int, counter: str) -> int | None:
+        nvml = self._nvml
+        answer: int | None = self._ask(
+            lambda: nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, getattr(nvml, counter))
+        )
+        return answer
+
+    def _over_field(self, handle: Any, field: str) -> tuple[int] | None:
         """Of a field that each NVLink has: without a link's number NVML answers for link 0."""
-
-        def read() -> tuple[int] | None:
-            links = range(self._nvml.NVML_NVLINK_MAX_LINKS)
-            return self._sum(handle, [(getattr(self._nvml, field), link) for link in links])
-
-        return read
+        links = range(self._nvml.NVML_NVLINK_MAX_LINKS)
+        return self._sum(handle, [(getattr(self._nvml, field), link) for link in links])
 
     def _sum(self, handle: Any, asked: Sequence[Any]) -> tuple[int] | None:
         """Of what there is of them."""

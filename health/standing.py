@@ -16,8 +16,8 @@ _HOLD_S = 60.0
 """How long a reading's sign stands after it was seen last."""
 
 MOST = 50
-"""Signs that stand at once; the first ones count: what comes after is mostly their echo. What is
-decisive always counts."""
+"""Signs of one role and one cause that stand at once; the first ones count: what comes after is
+mostly their echo. So a storm of the network's hides no GPU. What is decisive always counts."""
 
 
 @dataclass
@@ -50,12 +50,16 @@ class Standing:
     def _take(self, sign: Sign, now_s: float) -> None:
         key = (sign.name, sign.source, sign.of, sign.worker, sign.peer)
         held = self._held.get(key)
-        if held is None and len(self._held) >= MOST and not sign.decisive:
+        if held is None and not sign.decisive and self._alike(sign) >= MOST:
             return
         if held is not None and sign.source == "log":
             sign = replace(sign, repeated=True)
         stays_s = WINDOW_S if sign.source == "log" else _HOLD_S
         self._held[key] = _Held(sign=sign, until_s=now_s + stays_s)
+
+    def _alike(self, sign: Sign) -> int:
+        alike = (sign.role, sign.cause)
+        return sum((held.sign.role, held.sign.cause) == alike for held in self._held.values())
 
     def _told(self) -> set[tuple[object, ...]]:
         return {

@@ -17,6 +17,10 @@ SUSPECT = 0.5
 """From this score on a machine is suspect."""
 INCIDENT_S = 10.0
 """Marks within so many seconds are one: all workers of a machine are lost with it."""
+REBOOTED, REBOOTED_WEIGHT = "rebooted", 0.3
+"""What a reboot leaves of the marks against a machine: not enough to make it suspect. Whatever
+speaks against it within the day calls for another machine, though: it is no part of an incident.
+Source: gpud, which asks for an inspection where an Xid comes back after reboots."""
 _FORGOTTEN = 0.01
 """A mark that counts for less is dropped."""
 
@@ -58,10 +62,24 @@ def add_mark(record: Record, machine: str, mark: Mark) -> dict[str, tuple[Mark, 
         for name, marks in record.items()
     }
     own = kept.get(machine, ())
-    if own and abs(mark.time - own[-1].time) <= INCIDENT_S:
+    if own and _is_one_incident(own[-1], mark):
         own, mark = own[:-1], max(own[-1], mark, key=lambda one: one.weight)
     kept[machine] = (*own, mark)
     return {name: marks for name, marks in kept.items() if marks}
+
+
+def add_marks(record: Record, more: Record) -> dict[str, tuple[Mark, ...]]:
+    """The record with the marks of another one, each as by `add_mark`."""
+    added = {machine: tuple(marks) for machine, marks in record.items()}
+    for machine, marks in more.items():
+        for mark in marks:
+            added = add_mark(added, machine, mark)
+    return added
+
+
+def _is_one_incident(before: Mark, mark: Mark) -> bool:
+    close = abs(mark.time - before.time) <= INCIDENT_S
+    return close and REBOOTED not in (before.cause, mark.cause)
 
 
 def _worth(mark: Mark, now: float) -> float:

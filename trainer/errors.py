@@ -61,8 +61,10 @@ class ConfigError(TrainerError):
 
 def describe(error: Exception) -> str:
     """What there is to say of an exception that is being handled: of one about the settings its
-    words, of another its traceback."""
-    return str(error) if isinstance(error, ConfigError) else traceback.format_exc()
+    words, of another its traceback. What UTF-8 cannot hold in it, as of the name of a file, is
+    escaped: Ray's `sys.stderr` and the run's records would not take it."""
+    said = str(error) if isinstance(error, ConfigError) else traceback.format_exc()
+    return said.encode(errors="backslashreplace").decode()
 
 
 def blame(error: Exception) -> str:

@@ -3,8 +3,8 @@
     {prefix}/d/{hh}/r{rank:05}/{step:012}-{generation}-{attempt}/{segment:05}.safetensors
     {prefix}/m/{step:012}.json
     {prefix}/m/{step:012}.claim        whoever decides the checkpoint's fate (claims.py)
-    {prefix}/m/{step:012}.verified     that every byte of it was read and checked (verified.py)
-    {prefix}/m/{step:012}.json.ENDING  a record that was set aside (commit.py)
+    {prefix}/m/{step:012}.verified     that every byte of it was read and checked (verified_mark.py)
+    {prefix}/m/{step:012}.json.ENDING  a record that was set aside (catalogue.py)
 
 `hh` is two hex digits of a hash of the rank. It stands before the step because S3 scales by key
 prefix: entropy first spreads the ranks, and the same prefixes stay warm from save to save. A store

@@ -21,6 +21,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
+from checkpointing.errors import CorruptError
 from checkpointing.format.boxes import TensorSlice
 from checkpointing.format.crc32 import crc32, join_all, join_crcs, seed_crcs
 from checkpointing.format.dtypes import DTYPES, item_bytes
@@ -177,6 +178,20 @@ def crcs_told_by(data: bytes, segment: Segment, table: CrcTable) -> tuple[int, .
     return seed_crcs(joined, seed, block, segment.checked_bytes)
 
 
+def check_table(data: bytes, segment: Segment, table: CrcTable) -> None:
+    """Compares what `data`, the table of a segment, says with the CRC32s of the blocks.
+
+    Raises:
+        CorruptError: they differ, as where a bit flipped before the table had a CRC32 of its own.
+    """
+    told = crcs_told_by(data, segment, table)
+    if told == segment.crcs:
+        return
+    bad = [block for block, crc in enumerate(told) if crc != segment.crcs[block]]
+    fact = f"what its table of CRC32s says of blocks {bad[:5]} is not what they hold"
+    raise CorruptError(segment.key, f"{fact} ({len(bad)} of {len(told)})")
+
+
 def with_crcs(
     chunks: Iterable[bytes | memoryview], block_bytes: int, crcs: list[int], room: int = 0
 ) -> Iterator[bytes | memoryview]:
@@ -204,3 +219,14 @@ def first_bad_block(data: bytes, crcs: Sequence[int], block_bytes: int, seed: in
         if crc32(view[block * block_bytes : (block + 1) * block_bytes], seed) != crc:
             return block
     return None
+
+
+def bad_block_of(segment: Segment, start: int, data: bytes) -> int | None:
+    """The first block of `segment` in `data`, its bytes from `start` on, that is not what was
+    written, if any. `data` is whole blocks, but for the segment's last, and none of it is missing.
+    """
+    first = start // segment.block_bytes
+    behind = -(-(start + len(data)) // segment.block_bytes)
+    crcs = segment.crcs[first:behind]
+    bad = first_bad_block(data, crcs, segment.block_bytes, seed_of(segment))
+    return None if bad is None else first + bad

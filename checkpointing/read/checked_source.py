@@ -58,31 +58,37 @@ class CheckedSource:
     def piece_checks(self, segment: Segment, table: CrcTable) -> Checks:
         """The CRC32s of the table of `segment`, which is read the first time.
 
-        Raises:
-            CorruptError: it failed its own CRC32 twice.
-            StoreError: from the store.
+        Raises as `read_table`.
         """
         if segment.key not in self._tables:
-            size = segment.size_bytes - table.begin
-            own = Checks(
-                segment=segment,
-                begin=table.begin,
-                run_bytes=size,
-                end=segment.size_bytes,
-                crcs=(table.crc32,),
-                seed=seed_of(segment),
-                subject="the CRC32 of its table of CRC32s",
-            )
             self._tables[segment.key] = Checks(
                 segment=segment,
                 begin=0,
                 run_bytes=table.piece_bytes,
                 end=table.begin,
-                crcs=table_crcs(self.read(own, table.begin, segment.size_bytes)),
-                seed=own.seed,
+                crcs=table_crcs(self.read_table(segment, table)),
+                seed=seed_of(segment),
                 subject="its CRC32",
             )
         return self._tables[segment.key]
+
+    def read_table(self, segment: Segment, table: CrcTable) -> bytes:
+        """The bytes of the table of `segment`.
+
+        Raises:
+            CorruptError: they failed their own CRC32 twice.
+            StoreError: from the store.
+        """
+        own = Checks(
+            segment=segment,
+            begin=table.begin,
+            run_bytes=segment.size_bytes - table.begin,
+            end=segment.size_bytes,
+            crcs=(table.crc32,),
+            seed=seed_of(segment),
+            subject="the CRC32 of its table of CRC32s",
+        )
+        return self.read(own, table.begin, segment.size_bytes)
 
     def read(self, checks: Checks, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop`, both of which are borders of runs.

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointing.errors import CorruptError, IncompatibleError, SliceError
+from checkpointing.errors import IncompatibleError, SliceError
 from checkpointing.format.boxes import Box, Index, check_inside, intersect
 from checkpointing.format.cutting import extent_bytes, row_strides, split_box
 from checkpointing.format.dtypes import item_bytes
@@ -74,7 +74,7 @@ class Reader:
 
     Raises (every method):
         IncompatibleError: the checkpoint has no such tensor.
-        SliceError: a box outside of its tensor.
+        SliceError: a box outside of its tensor, or elements that no slice holds.
         CorruptError: a block, a piece or a table failed its CRC twice.
         MissingError: a segment is gone.
         StoreUnavailableError: from the store.
@@ -165,10 +165,8 @@ class Reader:
                     yield saved.segment, part
         if found != math.prod(box.sizes):
             # Elements that no slice holds would come back as whatever was in memory.
-            raise CorruptError(
-                f"step {self.manifest.step}",
-                f"its slices hold {found} of the {math.prod(box.sizes)} elements of {box}",
-            )
+            fact = f"the slices of step {self.manifest.step} hold {found} of the"
+            raise SliceError(box.name, f"{fact} {math.prod(box.sizes)} elements of {box}")
 
     def _plan(self, key: str, parts: list[_Part]) -> _Plan:
         segment = self.manifest.segments[key]

@@ -15,6 +15,7 @@ from checkpointing.errors import (
 )
 from checkpointing.format.layout import Keys
 from checkpointing.format.manifest import Manifest, Segment
+from checkpointing.format.segment import check_table
 from checkpointing.read.catalogue import load_manifest
 from checkpointing.read.checked_source import CheckedSource, block_checks
 from checkpointing.stores import Store
@@ -77,7 +78,7 @@ def _check(store: Store, segment: Segment, bad: tuple[int, int]) -> None:
         raise CorruptError(segment.key, fact)
     source, checks = CheckedSource(store), block_checks(segment)
     if segment.table is not None:
-        source.piece_checks(segment, segment.table)
+        check_table(source.read_table(segment, segment.table), segment, segment.table)
     block, end = segment.block_bytes, min(bad[1], segment.checked_bytes)
     for start in range(bad[0] // block * block, end, _CHUNK_BLOCKS * block):
         behind = -(-min(start + _CHUNK_BLOCKS * block, end) // block) * block

@@ -29,7 +29,7 @@ from checkpointing.format.coverage import check_coverage
 from checkpointing.format.crc32 import crc32
 from checkpointing.format.layout import Keys
 from checkpointing.format.manifest import CrcTable, Manifest, Segment
-from checkpointing.format.segment import crcs_told_by, first_bad_block, seed_of
+from checkpointing.format.segment import bad_block_of, check_table, seed_of
 from checkpointing.read.catalogue import check_kept, load_manifest
 from checkpointing.read.second_look import is_damage
 from checkpointing.stores import Store
@@ -158,7 +158,7 @@ def _jobs(segment: Segment) -> Iterator[_Job]:
     step = max(1, _CHUNK_BYTES // segment.block_bytes) * segment.block_bytes
     for start in range(0, segment.checked_bytes, step):
         stop = min(start + step, segment.checked_bytes)
-        yield segment, start, stop, partial(_check_blocks, segment, start, stop)
+        yield segment, start, stop, partial(_check_blocks, segment, start)
     table = segment.table
     if table is not None:
         yield segment, table.begin, segment.size_bytes, partial(_check_table, segment, table)
@@ -181,18 +181,16 @@ def _unreadable(segment: Segment, error: CheckpointError) -> Finding:
     return Finding(key=segment.key, check=check, fact=str(error))
 
 
-def _check_blocks(segment: Segment, start: int, stop: int, data: bytes) -> Finding | None:
-    first, behind = start // segment.block_bytes, -(-stop // segment.block_bytes)
-    crcs = segment.crcs[first:behind]
-    bad = first_bad_block(data, crcs, segment.block_bytes, seed_of(segment))
+def _check_blocks(segment: Segment, start: int, data: bytes) -> Finding | None:
+    bad = bad_block_of(segment, start, data)
     if bad is None:
         return None
-    at = (first + bad) * segment.block_bytes
+    at = bad * segment.block_bytes
     end = min(at + segment.block_bytes, segment.checked_bytes)
     return Finding(
         key=segment.key,
         check="crc32",
-        fact=f"block {first + bad} (bytes {at} to {end}) is not what was written",
+        fact=f"block {bad} (bytes {at} to {end}) is not what was written",
     )
 
 
@@ -201,9 +199,8 @@ def _check_table(segment: Segment, table: CrcTable, data: bytes) -> Finding | No
     if crc32(data, seed_of(segment)) != table.crc32:
         fact = f"bytes {table.begin} to {segment.size_bytes} are not the table that was written"
         return Finding(key=segment.key, check="table", fact=fact)
-    told = crcs_told_by(data, segment, table)
-    if told == segment.crcs:
-        return None
-    bad = [block for block, crc in enumerate(told) if crc != segment.crcs[block]]
-    fact = f"what it says of blocks {bad[:5]} is not what they hold ({len(bad)} of {len(told)})"
-    return Finding(key=segment.key, check="table", fact=fact)
+    try:
+        check_table(data, segment, table)
+    except CorruptError as error:
+        return Finding(key=segment.key, check="table", fact=error.fact)
+    return None

@@ -8,6 +8,11 @@
            ├─ the commit record
            └─ plan_segments                 what no other record refers to
 
+A store may hold millions of segments, so what a commit costs is measured by what it deletes. All of
+them are listed, for what is left over, only where something may be: at the first retention, where
+the last one failed, where a record or a claim that protected segments is gone, and where the caller
+says so.
+
 A commit record may refer to segments of earlier checkpoints, as long as the newest commit record
 refers to them too: that one is never deleted by a run, and so neither are they. What cannot be read
 protects every segment of its own step and of those before it.
@@ -24,7 +29,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from checkpointing.errors import NotCommittedError, ProtectedError
 from checkpointing.format.layout import Keys
@@ -84,10 +92,28 @@ def plan_segments(gone: Iterable[str], rest: Survey, keys: Keys) -> list[str]:
         rest: what the other records refer to.
         keys: names in the store.
     """
-    needed = rest.aside.union(*rest.segments.values())
     guarded = max(rest.unreadable | rest.set_aside, default=-1)
-    free = ((key, _step(keys, key, default=-1)) for key in gone if key not in needed)
-    return sorted(key for key, step in free if step > guarded and step not in rest.importing)
+    found = defaultdict[int, set[str]](set)
+    for key in gone:
+        if key not in rest.aside:
+            found[_step(keys, key, default=-1)].add(key)
+    recorded = sorted(rest.segments)
+    return sorted(
+        key
+        for step, written in found.items()
+        if step > guarded and step not in rest.importing
+        for key in _unneeded(written, rest, recorded[bisect_left(recorded, step) :])
+    )
+
+
+def _unneeded(written: AbstractSet[str], rest: Survey, recorded: Sequence[int]) -> AbstractSet[str]:
+    """Of segments written at one step, those that no record refers to. Only records of that step
+    and later ones, `recorded`, may: `load_manifest` refuses all others."""
+    for step in recorded:
+        written = written - rest.segments[step]
+        if not written:
+            break
+    return written
 
 
 def retire(
@@ -97,15 +123,18 @@ def retire(
     keep_every: int | None,
     up_to_step: int,
     back_to: Collection[int] = (),
+    littered: bool = False,
 ) -> list[int]:
-    """Deletes what the rules no longer keep, and what attempts below `up_to_step` have left.
+    """Deletes what the rules no longer keep, and what attempts below `up_to_step` have left: as far
+    as it sees by itself that something may be left, or is told so by `littered`.
 
     One process of a run calls it, after the commit of `up_to_step`: whatever has a later step is
     not of this run, and is neither counted nor deleted. For each step of `back_to` the newest of
     it or before stays: what was saved later may have to be given up. Returns the deleted steps.
     """
     store, keys = surveyor.store, surveyor.keys
-    survey = surveyor.survey()
+    before, surveyor.last = surveyor.last, None  # where this one fails, the next looks for the rest
+    first = survey = surveyor.survey()
     expired = plan_retention(
         (step for step in survey.steps if step <= up_to_step),
         keep_last,
@@ -124,7 +153,9 @@ def retire(
             continue
         surveyor.forget(step)
         deleted.append(step)
-    _sweep(surveyor, up_to_step)
+    whole = littered or before is None or not first.holds(before) or not survey.guards(first)
+    sweep_uncommitted(surveyor, up_to_step, segments=whole)
+    surveyor.last = survey
     return deleted
 
 
@@ -152,13 +183,28 @@ def delete_checkpoint(store: Store, keys: Keys, step: int, *, force: bool = Fals
     _delete(store, keys, step, survey)
 
 
-def sweep_uncommitted(store: Store, keys: Keys, older_than_step: int) -> list[str]:
+def sweep_uncommitted(
+    surveyor: Surveyor, older_than_step: int, *, segments: bool = True
+) -> list[str]:
     """Deletes what attempts that never committed have left, and returns the deleted keys.
 
     Only steps below `older_than_step` and below the newest checkpoint are touched: at later ones a
-    writer may be at work.
+    writer may be at work. Without `segments` only what lies among the records: to list all segments
+    of many checkpoints takes long.
     """
-    return _sweep(Surveyor(store=store, keys=keys), older_than_step)
+    store, keys = surveyor.store, surveyor.keys
+    written = store.list(keys.data) if segments else []
+    noted = store.list(keys.commits)
+    survey = surveyor.survey()
+    if not survey.segments:
+        return []
+    limit = min(older_than_step, max(survey.segments))
+    data = [key for key in written if _step(keys, key, default=limit) < limit]
+    listed = [key for key in noted if _step(keys, key, default=limit) < limit]
+    records = [key for key in listed if not _belongs(keys, key, survey)]
+    expired = [*plan_segments(data, survey, keys), *records]
+    store.delete_many(expired)
+    return sorted(expired)
 
 
 def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
@@ -207,21 +253,6 @@ def _delete(store: Store, keys: Keys, step: int, survey: Survey) -> Survey:
     store.delete_many(plan_segments(survey.segments.get(step, ()), rest, keys))
     store.delete(keys.claim(step))
     return rest
-
-
-def _sweep(surveyor: Surveyor, older_than_step: int) -> list[str]:
-    store, keys = surveyor.store, surveyor.keys
-    written, noted = store.list(keys.data), store.list(keys.commits)
-    survey = surveyor.survey()
-    if not survey.segments:
-        return []
-    limit = min(older_than_step, max(survey.segments))
-    data = [key for key in written if _step(keys, key, default=limit) < limit]
-    listed = [key for key in noted if _step(keys, key, default=limit) < limit]
-    records = [key for key in listed if not _belongs(keys, key, survey)]
-    expired = [*plan_segments(data, survey, keys), *records]
-    store.delete_many(expired)
-    return sorted(expired)
 
 
 def _belongs(keys: Keys, key: str, survey: Survey) -> bool:

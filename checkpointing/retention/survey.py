@@ -36,6 +36,21 @@ class Survey:
         """Steps that have a record, ascending."""
         return sorted({*self.segments, *self.unreadable})
 
+    def guards(self, before: Survey) -> bool:
+        """Whether all is there that protected segments at `before` without a sound record of the
+        run's own. If not, there may be some that nothing refers to."""
+        return (
+            before.unreadable <= self.unreadable
+            and before.set_aside <= self.set_aside
+            and before.aside <= self.aside
+            and before.importing <= self.importing
+        )
+
+    def holds(self, before: Survey) -> bool:
+        """Whether all is there that protected segments at `before`; both are of one `Surveyor`."""
+        same = all(self.segments.get(step) is named for step, named in before.segments.items())
+        return same and self.guards(before)
+
     def without(self, step: int) -> Survey:
         """The survey once the record of `step` is gone."""
         return replace(
@@ -62,6 +77,8 @@ class Surveyor:
     """Where the records are."""
     keys: Keys
     """Names in the store."""
+    last: Survey | None = None
+    """What the last retention left, if all went well: since then nothing lay about."""
     _known: dict[int, _Record] = field(default_factory=dict)
     _aside_known: dict[str, frozenset[str] | None] = field(default_factory=dict)
 

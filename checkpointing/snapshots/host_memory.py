@@ -11,22 +11,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import logging
 import os
 import shutil
 import stat
-import threading
+import struct
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
-from checkpointing.errors import CheckpointError, StoreUnavailableError
+from checkpointing.errors import CheckpointError, MissingError, StoreUnavailableError
 from checkpointing.format.layout import Keys
 from checkpointing.format.manifest import Manifest
 from checkpointing.read.catalogue import list_steps, load_manifest
-from checkpointing.stores.local import LocalStore
+from checkpointing.stores.local import UNFINISHED, LocalStore
 
 _log = logging.getLogger(__name__)
 
@@ -72,30 +75,38 @@ def open_memory(folder: Path, node: str) -> LocalStore:
 @contextlib.contextmanager
 def hold_room(store: LocalStore, needed_bytes: int) -> Iterator[HeldRoom]:
     """Room for `needed_bytes` in tmpfs, for what is written within to the store that this yields.
-    The writers of a node's workers begin together: each counts what the others of this process
-    will still take.
+    A node's uploader and its holder of other nodes' copies begin together: each writer counts what
+    the others of this machine will still take, of any process and run.
 
     Raises:
         StoreUnavailableError: too little of tmpfs would be left.
     """
-    held = HeldRoom(store.root, needed_bytes)
-    with _LOCK:
-        _check_room(store, sum(other.left_bytes for other in _HELD) + needed_bytes)
-        _HELD.append(held)
-    try:
+    runs, path = store.root.parent.parent, store.root / f"{_NOTE}{uuid.uuid4().hex}"
+    with contextlib.ExitStack() as stack:
+        with _locked(runs):
+            _check_room(store, _held_bytes(runs) + needed_bytes)
+            note = stack.enter_context(open(path, "xb", buffering=0))
+            stack.callback(path.unlink, missing_ok=True)
+            fcntl.flock(note, fcntl.LOCK_EX)
+            held = HeldRoom(store.root, note, needed_bytes)
         yield held
-    finally:
-        with _LOCK:
-            _HELD.remove(held)
 
 
 class HeldRoom(LocalStore):
-    """A store that has room for so many bytes, see `hold_room`."""
+    """A store that has room for so many bytes, see `hold_room`.
 
-    def __init__(self, root: Path, needed_bytes: int) -> None:
+    Args:
+        root: where it is.
+        note: where the other writers read how many bytes are left. It is locked while this process
+            writes: no lock outlives its process.
+        needed_bytes: in all.
+    """
+
+    def __init__(self, root: Path, note: FileIO, needed_bytes: int) -> None:
         super().__init__(root)
-        self.left_bytes = needed_bytes
+        self._note, self.left_bytes = note, needed_bytes
         """Of them, those that are not written yet."""
+        self._tell()
 
     def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
         """See `Store.put`."""
@@ -105,11 +116,31 @@ class HeldRoom(LocalStore):
         for chunk in chunks:
             yield chunk
             self.left_bytes = max(0, self.left_bytes - memoryview(chunk).nbytes)  # it is written
+            self._tell()
+
+    def _tell(self) -> None:
+        os.pwrite(self._note.fileno(), _FORM.pack(self.left_bytes), 0)
 
 
-_LOCK = threading.Lock()
-_HELD: list[HeldRoom] = []
-"""Of the writes of this process that are under way."""
+_NOTE, _FORM = "room-", struct.Struct("<q")
+"""What the names of notes begin with, in a node's part, and what they say."""
+
+
+def _held_bytes(runs: Path) -> int:
+    """What the writers of this machine will still take."""
+    return sum(_left_bytes(runs / note) for note in glob.glob(f"*/*/{_NOTE}*", root_dir=runs))
+
+
+def _left_bytes(path: Path) -> int:
+    """By the note of a writer; that of a killed one says nothing, and goes."""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as note:  # it has ended
+        try:
+            fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            (left,) = _FORM.unpack(note.read(_FORM.size))
+            return int(left)
+        path.unlink(missing_ok=True)
+    return 0
 
 
 def _check_room(store: LocalStore, needed_bytes: int) -> None:
@@ -145,16 +176,19 @@ def _size_bytes(folder: Path) -> int:
 def settle_snapshot(store: LocalStore, manifest: Manifest) -> None:
     """Makes a snapshot count, all parts of which are in place, and deletes what it replaces."""
     store.put(Keys().commit(manifest.step), [manifest.to_bytes()])
-    sweep_snapshots(store, manifest.step, manifest)
+    sweep_snapshots(store, manifest.step, manifest.generation, manifest)
 
 
-def sweep_snapshots(store: LocalStore, step: int, keep: Manifest | None) -> None:
-    """Deletes everything of steps up to `step`, except the snapshot `keep`."""
+def sweep_snapshots(store: LocalStore, step: int, generation: int, keep: Manifest | None) -> None:
+    """Deletes everything of steps up to `step`, except the snapshot `keep` and what later
+    generations than `generation` wrote: where the run went back, it does those steps again."""
     keys = Keys()
     kept = set() if keep is None else {keys.commit(keep.step), *keep.segments}
     for key in (*store.list(keys.commits), *store.list(keys.data)):  # records first
-        belongs = keys.step_of(key)
-        if key not in kept and belongs is not None and belongs <= step:
+        belongs, wrote = keys.step_of(key), keys.generation_of(key)
+        if key in kept or belongs is None or belongs > step:
+            continue
+        if wrote is None or wrote <= generation:
             store.delete(key)
 
 
@@ -192,8 +226,17 @@ def take_stock(folder: Path, live: AbstractSet[str], node: str) -> Stock:
             manifests.append(load_manifest(store, keys, step))
         except CheckpointError as error:
             _log.warning("passing over the snapshot of step %d: %s", step, error)
-    sizes = {key: store.size(key) for key in store.list(keys.data)}
-    return Stock(manifests=tuple(manifests), sizes=sizes)
+    return Stock(manifests=tuple(manifests), sizes=_sizes(store, keys.data))
+
+
+def _sizes(store: LocalStore, prefix: str) -> dict[str, int]:
+    """Of what is finished; writers and sweeps may be at work."""
+    sizes = {}
+    for key in store.list(prefix):
+        if not key.endswith(UNFINISHED):
+            with contextlib.suppress(MissingError):  # deleted meanwhile
+                sizes[key] = store.size(key)
+    return sizes
 
 
 def clear_memory(folder: Path) -> None:

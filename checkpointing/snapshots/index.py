@@ -64,6 +64,8 @@ class SnapshotIndex:
         self._versions = versions
         self._parts: dict[tuple[int, int], dict[int, tuple[Receipt, frozenset[str]]]] = {}
         self._oldest_generation = 0
+        self._swept: dict[int, int] = {}
+        """Generation -> step up to which nothing of it, or of earlier ones, becomes complete."""
         self.whole: Snapshot | None = found
         """The newest complete snapshot, whether or not its holders live."""
 
@@ -82,6 +84,8 @@ class SnapshotIndex:
         """
         attempt = (receipt.step, receipt.generation)
         if receipt.generation < self._oldest_generation or not self._is_newer(receipt.step):
+            return None
+        if self._is_swept(receipt):
             return None
         parts = self._parts.setdefault(attempt, {})
         parts[receipt.rank] = (receipt, frozenset(nodes))
@@ -107,6 +111,11 @@ class SnapshotIndex:
         """The complete snapshot turned out to be unreadable."""
         self.whole = None
 
+    def swept(self, step: int, generation: int) -> None:
+        """What generations up to `generation` wrote of steps up to `step` is being deleted, but for
+        the complete snapshot: parts that are still to come make nothing whole of it."""
+        self._swept[generation] = max(step, self._swept.get(generation, 0))
+
     def went_back(self, step: int, generation: int) -> None:
         """From `generation` on the run does the steps after `step` again.
 
@@ -114,11 +123,18 @@ class SnapshotIndex:
         """
         self._oldest_generation = generation
         self._parts.clear()
+        self._swept.clear()
         if self.whole is not None and self.whole.step > step:
             self.whole = None
 
     def _is_newer(self, step: int) -> bool:
         return self.whole is None or step > self.whole.step
+
+    def _is_swept(self, receipt: Receipt) -> bool:
+        return any(
+            receipt.step <= step and receipt.generation <= generation
+            for generation, step in self._swept.items()
+        )
 
 
 def plan_other_node(node: str, live: Collection[str]) -> str | None:

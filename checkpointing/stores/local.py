@@ -59,7 +59,10 @@ class LocalStore:
             try:
                 os.link(part, target)
             except FileExistsError:
-                return False
+                # An NFS client that lost the answer sends the request again, and meets its own
+                # link. Source: open(2), O_EXCL.
+                if os.stat(part).st_nlink != 2:
+                    return False
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise

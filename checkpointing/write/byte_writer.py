@@ -2,7 +2,7 @@
 
     write_shared
       ├─ cut_shared            slices in a buffer into parts     } planned once
-      └─ write_parts           parts into segments               } (`write_plan.py`)
+      └─ write_parts           parts into segments               } (`segment_plan.py`)
            └─ _write_segment   header, each part's bytes from where they lie, table of their CRCs
 
 Nothing written here can be seen as a checkpoint until `commit` publishes a manifest that names it.
@@ -20,10 +20,14 @@ from checkpointing.format.manifest import Receipt, Segment
 from checkpointing.format.segment import CheckedStream, key_seed, slice_bytes
 from checkpointing.format.slices import SavedSlice, SliceTable
 from checkpointing.stores import Store
-from checkpointing.write.segment_plan import plan_packing, plan_parts
+from checkpointing.write.segment_plan import SegmentPlan, plan_packing, plan_parts
 
 Part = tuple[TensorSlice, Callable[[], memoryview]]
 """A slice, and what gives its row-major bytes when they are due."""
+
+
+def unchecked() -> None:
+    """For memory that is sure not to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ def write_shared(
     segment_bytes: int = SEGMENT_BYTES,
     block_bytes: int = BLOCK_BYTES,
     piece_bytes: int | None = PIECE_BYTES,
+    check: Callable[[], None] = unchecked,
 ) -> Receipt:
     """Writes slices that lie in `memory` as `plan_places` has it; durable when it returns.
 
@@ -63,6 +68,8 @@ def write_shared(
         block_bytes: bytes of a segment under one CRC32 of the manifest.
         piece_bytes: bytes under one CRC32 of the segment's own table, a divisor of `block_bytes`;
             None for no table, where whole blocks are cheap to read.
+        check: called when the last of a segment has been read, and before it appears; raises where
+            `memory` did change, so that nothing replaces what an earlier try has written.
 
     Raises:
         SliceError: a tensor is declared in two ways, or `memory` is too short.
@@ -76,6 +83,7 @@ def write_shared(
         segment_bytes=segment_bytes,
         block_bytes=block_bytes,
         piece_bytes=piece_bytes,
+        check=check,
     )
 
 
@@ -109,6 +117,7 @@ def write_parts(
     segment_bytes: int,
     block_bytes: int,
     piece_bytes: int | None,
+    check: Callable[[], None] = unchecked,
 ) -> Receipt:
     """Writes parts, none above `segment_bytes`, as segments, and those `apart` in segments of
     their own. For the other arguments see `write_shared`."""
@@ -126,7 +135,8 @@ def write_parts(
             index=index,
         )
         mine = [parts[member] for member in plan.members]
-        segments.append(_write_segment(store, key, plan.head, mine, block_bytes, piece_bytes))
+        body = _chunks(plan.head, mine, block_bytes, check)
+        segments.append(_write_segment(store, key, plan, body, block_bytes, piece_bytes))
         saved.extend(plan.places(key))
     return Receipt(
         rank=attempt.rank,
@@ -145,15 +155,14 @@ def _given(data: memoryview) -> Callable[[], memoryview]:
 def _write_segment(
     store: Store,
     key: str,
-    head: bytes,
-    parts: Sequence[Part],
+    plan: SegmentPlan,
+    body: Iterator[bytes | memoryview],
     block_bytes: int,
     piece_bytes: int | None,
 ) -> Segment:
-    wanted = len(head) + sum(slice_bytes(part) for part, _ in parts)
+    wanted = len(plan.head) + sum(slice_bytes(part) for part in plan.parts)
     wanted += 0 if piece_bytes is None else table_bytes(wanted, piece_bytes)
-    chunks = _chunks(head, parts, block_bytes)
-    stream = CheckedStream(chunks, block_bytes, piece_bytes, key_seed(key), wanted)
+    stream = CheckedStream(body, block_bytes, piece_bytes, key_seed(key), wanted)
     size = store.put(key, stream)
     if size != wanted:
         raise StoreUnavailableError(key, None, f"the store took {size} of {wanted} bytes")
@@ -167,9 +176,12 @@ def _write_segment(
     )
 
 
-def _chunks(head: bytes, parts: Sequence[Part], chunk_bytes: int) -> Iterator[bytes | memoryview]:
+def _chunks(
+    head: bytes, parts: Sequence[Part], chunk_bytes: int, check: Callable[[], None]
+) -> Iterator[bytes | memoryview]:
     yield head
     for _, read in parts:
         data = read()
         for start in range(0, len(data), chunk_bytes):
             yield data[start : start + chunk_bytes]
+    check()

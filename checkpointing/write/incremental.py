@@ -14,7 +14,7 @@ of it everything is written once more. `commit` refuses segments that the newest
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from checkpointing.errors import CorruptError, MissingError
@@ -23,7 +23,7 @@ from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES,
 from checkpointing.format.manifest import Receipt, Segment
 from checkpointing.format.slices import SavedSlice, SliceTable
 from checkpointing.stores import Store
-from checkpointing.write.byte_writer import Attempt, cut_shared, write_parts
+from checkpointing.write.byte_writer import Attempt, cut_shared, unchecked, write_parts
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -72,6 +72,7 @@ def write_changed(
     segment_bytes: int = SEGMENT_BYTES,
     block_bytes: int = BLOCK_BYTES,
     piece_bytes: int | None = PIECE_BYTES,
+    check: Callable[[], None] = unchecked,
 ) -> Written:
     """As `write_shared`, but for what lies in the store already. With the same arguments it writes
     the same bytes under the same keys, so it may be repeated.
@@ -87,6 +88,7 @@ def write_changed(
         segment_bytes: bound on the tensor bytes in one segment; a larger slice is cut.
         block_bytes: bytes of a segment under one CRC32 of the manifest.
         piece_bytes: see `write_shared`.
+        check: see there.
 
     Raises:
         SliceError: a tensor is declared in two ways, or `memory` is too short.
@@ -106,6 +108,7 @@ def write_changed(
         segment_bytes=segment_bytes,
         block_bytes=block_bytes,
         piece_bytes=piece_bytes,
+        check=check,
     )
     earlier = {one.segment.key: one.segment for one in kept.values()}
     segments = (*receipt.segments, *earlier.values())

@@ -1,5 +1,5 @@
 """Writes one rank's share of a checkpoint from tensors: checks and cuts them, and hands their bytes
-to `raw_writer.py`."""
+to `byte_writer.py`."""
 
 from __future__ import annotations
 

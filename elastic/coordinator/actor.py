@@ -597,8 +597,8 @@ class Coordinator(CoordinatorApi):
         await self._snapshots.take(receipt, training_state, node, started, writers)
 
     @_when_known
-    async def snapshot_skipped(self, step: int, reason: str) -> None:
-        await self._snapshots.skipped(step, reason)
+    async def snapshot_skipped(self, step: int, generation: int, reason: str) -> None:
+        await self._snapshots.skipped(step, generation, reason)
 
     @_when_known
     async def snapshot(self, step: int) -> HeldSnapshot | None:

@@ -56,6 +56,11 @@ class Publisher:
         """Those of them that may have left segments since somebody last looked."""
         self._in_doubt = set[tuple[int, int]]()
         """Attempts whose record may be there, or come: their segments are left alone."""
+        self._left = set[int]()
+        """Steps of which segments may lie about that no record refers to: a retention that is past
+        them looks for them."""
+        self._generation, self._furthest = 0, newest
+        """Of the last commit, and the greatest step of a receipt."""
         self._before = 0
         """Nor is what was written up to this step: see `replay`."""
         self.needed: dict[str, int] = {}
@@ -100,6 +105,7 @@ class Publisher:
         """
         self._untold = self._saved - set(told)
         self._before = recorded
+        self.left(recorded)
 
     async def take(
         self, receipt: Receipt, training_state: Mapping[str, Any], writers: int
@@ -112,7 +118,9 @@ class Publisher:
         Raises:
             CheckpointError: it could not be committed.
         """
+        self._furthest = max(self._furthest, receipt.step)
         if receipt.step < max(self._saved, default=0):
+            self.left(receipt.step)
             return None  # handed in again, to a coordinator that was started anew, or too late
         attempt = (receipt.step, receipt.generation)
         if attempt in self._given_up:
@@ -124,6 +132,7 @@ class Publisher:
         del self._receipts[attempt]
         async with self._committing:  # two attempts at the last step must not race each other
             if receipt.step in self._saved - self._untold or attempt in self._given_up:
+                self.left(receipt.step)
                 return None
             refers_to, self._newest = self._newest, None
             try:
@@ -131,6 +140,7 @@ class Publisher:
                     self._commit, list(parts.values()), training_state, refers_to
                 )
             except BaseException as error:
+                self.left(receipt.step)
                 if not isinstance(error, (SliceError, NotCommittedError)):  # of before its record
                     self._in_doubt.add(attempt)
                 if isinstance(error, AlreadyCommittedError) and receipt.step in self._untold:
@@ -139,11 +149,19 @@ class Publisher:
             self._saved.add(receipt.step)
             self._untold.discard(receipt.step)
             self._newest = attempt
+        if receipt.generation != self._generation:  # writers may be gone without a word
+            self._generation = receipt.generation
+            self.left(self._furthest)
         for attempt in [a for a in self._receipts if a[0] <= receipt.step]:
             parts = self._receipts.pop(attempt)  # it will not be completed, or too late
+            self.left(attempt[0])
             if attempt[0] not in self._saved:
                 self.lost[attempt[0]] = len(parts)
         return size
+
+    def left(self, step: int) -> None:
+        """Parts of a save of `step` may be written that are of no checkpoint."""
+        self._left.add(step)
 
     def gave_up(self, step: int, generation: int) -> bool:
         """Whether that save was given up."""
@@ -156,6 +174,7 @@ class Publisher:
         attempt = (step, generation)
         async with self._committing:
             if step in self._saved or step <= self._before or attempt in self._in_doubt:
+                self.left(step)
                 return
             self._given_up.add(attempt)
             self._receipts.pop(attempt, None)
@@ -170,18 +189,22 @@ class Publisher:
             try:
                 await asyncio.to_thread(self._sweep, *attempt)
             except Exception:  # the next retention tries again
+                self.left(attempt[0])
                 log.warning("what a failed save has left could not be deleted", exc_info=True)
 
     async def retire(self, newest: int) -> None:
         """Deletes what the rules no longer keep, once the run knows that it can go back to the
         checkpoint of `newest`: until then it may need the one before."""
-        try:
-            async with self._retiring:
-                await asyncio.to_thread(self._retire, newest)
-            self.undeleted = None
-        except Exception as error:  # of any kind: the commit stands, and has to be told of
-            log.warning("old checkpoints could not be deleted", exc_info=True)
-            self.undeleted = f"{type(error).__name__}: {error}"
+        async with self._retiring:
+            past = {step for step in self._left if step < newest}
+            self._left -= past
+            try:
+                await asyncio.to_thread(self._retire, newest, bool(past))
+                self.undeleted = None
+            except Exception as error:  # of any kind: the commit stands, and has to be told of
+                log.warning("old checkpoints could not be deleted", exc_info=True)
+                self._left |= past
+                self.undeleted = f"{type(error).__name__}: {error}"
 
     def _commit(
         self,
@@ -206,13 +229,14 @@ class Publisher:
     def _sweep(self, step: int, generation: int) -> None:
         sweep_attempt(self._renewed(), step, generation)
 
-    def _retire(self, newest: int) -> None:
+    def _retire(self, newest: int, littered: bool) -> None:
         retire(
             self._renewed(),
             keep_last=self._config.keep_last,
             keep_every=self._config.keep_every,
             up_to_step=newest,
             back_to=list(self.needed.values()),
+            littered=littered,
         )
 
     def _renewed(self) -> Surveyor:

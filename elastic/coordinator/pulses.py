@@ -108,7 +108,7 @@ class Pulses:
     def _standing(self) -> Standing:
         progress, most = self._membership.progress, self._config.health
         spent = self._workers.spent()
-        in_vain = (progress.in_vain, most.max_regroups_without_progress)
+        in_vain = (progress.spent_in_vain, most.max_regroups_without_progress)
         return Standing(
             workers=len(self._workers.started),
             spares=len(self._membership.places.idle),

@@ -85,9 +85,9 @@ class Receipts:
         """
         progress = self._membership.progress
         ahead = progress.ahead(receipt.step, receipt.generation)
-        if ahead or receipt.generation < self._records.restored:
-            return
-        if progress.is_void(receipt.generation):
+        older = receipt.generation < self._records.restored
+        if ahead or older or progress.is_void(receipt.generation):
+            self._publisher.left(receipt.step)
             return
         try:
             size = await self._publisher.take(receipt, training_state, writers)
@@ -155,6 +155,7 @@ class Receipts:
         written that, or is about to."""
         progress = self._membership.progress
         if progress.is_void(generation) or self.saved(step):
+            self._publisher.left(step)
             return
         if (step, generation) not in self._failed:
             self._failed.add((step, generation))

@@ -14,6 +14,7 @@
                                               ──► NodeProvider.replace ──► replaced | failed
                                          or, where a reboot is due and possible ──► rebooted
     told, failed ──► looked at each minute ──► cleared, when nothing speaks against it any more
+    a coordinator that a reboot took with it had asked for that ──► rebooted
     begun ──► looked at each minute ──► cleared by `elastic nodes clear`: left, and not replaced
 
 The run leaves the machine as one that Ray drains, so it never falls below `min_replicas` for it.
@@ -32,7 +33,7 @@ from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.suspicions import Find, Live, Machine, Suspicions, identify
 from elastic.coordinator.workers import Workers
-from elastic.errors import NoCapacityError
+from elastic.errors import NoCapacityError, ProviderAwayError
 from elastic.membership.failure import INCIDENT_S
 from elastic.node_config import KubeNodes
 from elastic.protocol import events
@@ -53,7 +54,7 @@ LOOK_S = 60.0
 LEAVE_S = 1.0
 """How often it is looked at whether the last worker has left."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 600.0
-"""Before a provider without capacity is asked again."""
+"""Before a provider is asked again that has no capacity, or does not answer."""
 
 _STAYS = ("told", "failed")
 """Outcomes after which a machine stays as it is."""
@@ -116,8 +117,8 @@ class Replacements:
         self._settled: dict[str, events.NodeReplacement] = {}
         """Those of them for which nothing more is done -> what became of them."""
         self._waiting: dict[str, float] = {}
-        """Those of them that have been left and wait for capacity, or cannot be left until nothing
-        speaks against them any more -> since when. They hold nobody back."""
+        """Those of them that have been left and wait for the provider, or cannot be left until
+        nothing speaks against them any more -> since when. They hold nobody back."""
         self._begun = list(begun)
         self._unfinished: list[events.NodeReplacement] = []
         self._left: set[str] = set()
@@ -208,7 +209,10 @@ class Replacements:
         machine = await self._suspicions.machine_named(event.node, event.machine)
         if self._provider is None or machine.unknown is not None:
             return
-        if event.node in self._left:  # held back since, if at all, for want of capacity
+        if await self._suspicions.is_on_probation(machine.name, event.time):
+            done = "a coordinator that ended since has asked for it"
+            self._note(machine, "rebooted", event.reason, done, event.step)
+        elif event.node in self._left:  # held back since, if at all, for want of capacity
             await self._replace(self._provider, machine, event)
         elif await self._stands(event) and await self._nodes_to_leave(
             machine, event.reason, event.step
@@ -301,10 +305,8 @@ class Replacements:
         reason, step, pause_s = event.reason, event.step, FIRST_PAUSE_S
         while nodes := await self._leave(machine, event):
             try:
-                outcome, done = await self._aside.on_thread(
-                    _carry_out, provider, nodes, machine.name, reason, step
-                )
-            except NoCapacityError as error:
+                outcome, done = await self._carry_out(provider, nodes, machine, reason, step)
+            except (NoCapacityError, ProviderAwayError) as error:
                 again = f"{error} Asked again in {pause_s:g} s"
                 event = self._note(machine, "held_back", reason, again, step)
                 self._waiting.setdefault(event.node, event.time)
@@ -313,13 +315,35 @@ class Replacements:
                 self._note(machine, "failed", reason, f"{type(error).__name__}: {error}", step)
                 return
             else:
-                rebooted = reason if outcome == "rebooted" else None
-                await self._suspicions.forget(machine, rebooted=rebooted)
                 self._note(machine, outcome, reason, done, step)
                 return
             if not await self._aside.goes_on_for(pause_s):
                 return
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _carry_out(
+        self,
+        provider: NodeProvider,
+        nodes: Sequence[NodeIdentity],
+        machine: Machine,
+        reason: str,
+        step: Step,
+    ) -> tuple[events.ReplacementOutcome, str]:
+        """Reboots a machine where that is due and possible, or replaces it. A reset of a GPU is met
+        by a reboot: it needs every process off the GPU, and rights that no worker has."""
+        if step in ("reset_gpu", "reboot"):
+            before = await self._suspicions.put_on_probation(machine, reason)
+            try:
+                done = await self._aside.on_thread(provider.reboot, nodes, machine.name, reason)
+            except Exception:
+                await self._suspicions.take_from_probation(machine, before)
+                raise
+            if done is not None:
+                return "rebooted", done
+            await self._suspicions.take_from_probation(machine, before)
+        done = await self._aside.on_thread(provider.replace, nodes, machine.name, reason)
+        await self._suspicions.forget(machine)
+        return "replaced", done
 
     async def _leave(
         self, machine: Machine, event: events.NodeReplacement
@@ -383,19 +407,3 @@ class Replacements:
         if outcome in _STAYS:
             self._aside.spawn(self._look_on(event))
         return event
-
-
-def _carry_out(
-    provider: NodeProvider,
-    nodes: Sequence[NodeIdentity],
-    machine: str,
-    reason: str,
-    step: Step,
-) -> tuple[events.ReplacementOutcome, str]:
-    """Reboots a machine where that is due and possible, or replaces it. A reset of a GPU is met by
-    a reboot: it needs every process off the GPU, and rights that no worker has."""
-    if step in ("reset_gpu", "reboot"):
-        done = provider.reboot(nodes, machine, reason)
-        if done is not None:
-            return "rebooted", done
-    return "replaced", provider.replace(nodes, machine, reason)

@@ -13,8 +13,10 @@ from checkpointing import (
     CheckpointError,
     CorruptError,
     Keys,
+    OtherRecordError,
     decide_fault,
     is_damage,
+    load_manifest,
     look_again,
     newest,
     open_store,
@@ -79,13 +81,16 @@ class Restores:
         well here is: then the machine of the worker is at fault, and the worker is lost. Unless two
         machines read other bytes: this one may have them from a cache of its own. Who could not
         reach the store tries once more, with the next roster: it may have been away for a while.
-        Nor is it the machine where two of that roster cannot: all would be lost.
+        Nor is it the machine where two of that roster cannot: all would be lost. Where workers have
+        opened different records, those whose record lies here stay.
         """
         async with self._deciding:
             membership = self._membership
             progress = membership.progress
             known = (progress.restore_step, progress.generation) != (step, generation)
             if known or membership.stopped is not None:
+                return
+            if isinstance(error, OtherRecordError) and await self._lies_here(step, error.sha256):
                 return
             damage, seen = is_damage(error), await self._look_again(step, error)
             fault = decide_fault(error, seen)
@@ -133,6 +138,14 @@ class Restores:
             return False
         nodes.add(self._workers.started[worker].node)
         return len(nodes) > 1
+
+    async def _lies_here(self, step: int, sha256: str) -> bool:
+        """Whether the record of `step` with this hash is the one that this machine reads."""
+        store = open_store(self._config.paths.checkpoints)
+        try:
+            return (await asyncio.to_thread(load_manifest, store, Keys(), step)).sha256 == sha256
+        except CheckpointError:
+            return False
 
     async def _look_again(self, step: int, told: CheckpointError) -> CheckpointError | None:
         """See `_look`. A store that refused a worker may not answer this machine at all."""

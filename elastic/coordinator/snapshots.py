@@ -69,8 +69,8 @@ class Snapshots:
         self._sweeping = asyncio.Lock()
         self._skipped = set[tuple[int, int]]()
         """Step and generation of snapshots that are known not to be."""
-        self._littered = set[int]()
-        """Steps of those of them of which parts may lie about since the nodes last made room."""
+        self._littered = set[tuple[int, int]]()
+        """Those of them of which parts may lie about since the nodes last made room."""
         self._begin(found)
 
     async def look_again(self, timeout_s: float) -> None:
@@ -141,18 +141,23 @@ class Snapshots:
         holders = snapshot.nodes | (before.nodes if before is not None else set())
         await self._on_all(holders, SnapshotHolder.settle, snapshot.manifest)
 
-    async def skipped(self, step: int, reason: str) -> None:
-        """A part could not be written: the snapshot of `step` will not be. Makes room again. Where
-        thousands say so, it is one event, and one call to each node serves all who wait for it."""
-        snapshot = (step, self._progress.generation)
+    async def skipped(self, step: int, generation: int, reason: str) -> None:
+        """A part could not be written: the snapshot of `step`, by the roster of `generation`, will
+        not be. Makes room again. Where thousands say so, it is one event, and one call to each node
+        serves all who wait for it."""
+        if self._progress.is_void(generation):
+            return
+        snapshot = (step, generation)
         if snapshot not in self._skipped:
             self._skipped.add(snapshot)
             self._note(events.SnapshotSkipped(time=time.time(), step=step, reason=reason))
-        self._littered.add(step)
+        self._index.swept(step, generation)
+        self._littered.add(snapshot)
         async with self._sweeping:
-            if step in self._littered:
-                self._littered.discard(step)
-                await self._on_all(self._nodes, SnapshotHolder.sweep, step, self._kept())
+            if snapshot in self._littered:
+                self._littered.discard(snapshot)
+                kept = self._kept()
+                await self._on_all(self._nodes, SnapshotHolder.sweep, step, generation, kept)
 
     async def _copy(self, node: str, other: str, receipt: Receipt) -> bool:
         async with self._copying[other]:  # two nodes full of copies of each other would both wait
@@ -178,10 +183,12 @@ class Snapshots:
     async def failed(self, step: int, reason: str) -> None:
         """A worker could not read the snapshot of `step`: from now on it does not count."""
         self._note(events.SnapshotFailed(time=time.time(), step=step, reason=reason))
-        if self._index.whole is not None and self._index.whole.step == step:
+        whole = self._index.whole
+        if whole is not None and whole.step == step:
             self._index.forget()
             self._update()
-            await self._on_all(self._nodes, SnapshotHolder.sweep, step, None)
+            generation = whole.manifest.generation
+            await self._on_all(self._nodes, SnapshotHolder.sweep, step, generation, None)
 
     def went_back(self, step: int, generation: int) -> None:
         """See `SnapshotIndex.went_back`."""

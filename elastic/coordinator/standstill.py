@@ -226,8 +226,8 @@ class StandstillWatch:
         both = {w: _twice(found.first.get(w), second) for w, second in found.second.items()}
         seen, roster = {**found.first, **both}, self._membership.roster
         absences = await asyncio.to_thread(_find_absences, seen, roster.met)
-        if self._over(last) or await self._some_moved(accused, places):
-            return
+        if await self._some_moved(accused, places) or self._over(last):
+            return  # in this order: a worker may be lost while agents are asked
         self._aside.on_thread(
             _keep,
             self._incidents,

@@ -21,18 +21,23 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.ray_compat.cluster import find_node, live_nodes
 from elastic.reporting.suspect_file import SuspectFile
-from health.suspects import INCIDENT_S, SUSPECT, Mark, add_mark, is_suspect, score
+from health.suspects import (
+    INCIDENT_S,
+    REBOOTED,
+    REBOOTED_WEIGHT,
+    SUSPECT,
+    Mark,
+    add_mark,
+    add_marks,
+    is_suspect,
+    score,
+)
 from health.verdict import Step
 
 log = logging.getLogger(__name__)
 
 ASK_S = 60.0
 """How often the platform is asked."""
-
-REBOOTED, REBOOTED_WEIGHT = "rebooted", 0.3
-"""What a reboot leaves of the marks against a machine: not enough to make it suspect. Whatever
-speaks against it within the day calls for another machine, though. Source: gpud, which asks for an
-inspection where an Xid comes back after reboots."""
 
 REBOOT_S = 900.0
 """For so long after a reboot was asked for the end of the machine is that reboot: it may come
@@ -112,7 +117,9 @@ class Suspicions:
         self._not_lost: dict[str, float] = {}
         """Nodes that a coordinator which was cut off has written off -> since when it may have."""
         self._unwritten: dict[str, tuple[Mark, ...]] = {}
-        """What speaks against machines, and could not be remembered for other runs."""
+        """What speaks against machines, and could not be remembered for other runs yet."""
+        self._writing = asyncio.Lock()
+        """Held by who changes the record or that: what is written is written once."""
         self._followed: dict[str, tuple[int, float]] = {}
         """Cause that a program can have -> steps committed at its latest news, and when."""
 
@@ -236,34 +243,71 @@ class Suspicions:
             record = await self._aside.on_thread(self._file.read)
         except (OSError, SuspectFileError):
             return None
-        return (*record.get(machine, ()), *self._unwritten.get(machine, ()))
+        return add_marks(record, self._unwritten).get(machine, ())
 
     async def _remember(self, machine: str, mark: Mark) -> tuple[Mark, ...]:
-        """Adds what speaks against a machine. Returns all of it."""
-        try:
-            return await self._aside.on_thread(self._file.add, machine, mark)
-        except (OSError, SuspectFileError) as error:
-            log.warning("what speaks against %s is not remembered: %s", machine, error)
-            self._unwritten = add_mark(self._unwritten, machine, mark)
-            return self._unwritten[machine]
+        """Adds what speaks against a machine, and with it what could not be written before. Returns
+        all that speaks against it."""
+        async with self._writing:
+            unwritten = add_mark(self._unwritten, machine, mark)
+            try:
+                record = await self._aside.on_thread(self._file.add_all, unwritten)
+            except (OSError, SuspectFileError) as error:
+                log.warning("what speaks against %s is not remembered yet: %s", machine, error)
+                self._unwritten = unwritten
+                return await self._marks_of(machine) or unwritten[machine]
+            self._unwritten = {}
+            return record[machine]
 
-    async def forget(self, machine: Machine, *, rebooted: str | None = None) -> None:
-        """It is replaced: its name may come back on another. Or it is `rebooted` for a reason, of
-        which a mark is left."""
-        self._unwritten.pop(machine.name, None)
-        try:
-            await self._aside.on_thread(self._file.clear, machine.name)
-            if rebooted is not None:
-                mark = Mark(
-                    time=time.time(),
-                    weight=REBOOTED_WEIGHT,
-                    cause=REBOOTED,
-                    run=self._run,
-                    detail=rebooted,
+    async def forget(self, machine: Machine) -> None:
+        """It is replaced: its name may come back on another."""
+        async with self._writing:
+            self._unwritten.pop(machine.name, None)
+            try:
+                await self._aside.on_thread(self._file.clear, machine.name)
+            except (OSError, SuspectFileError) as error:
+                log.warning("%s is still remembered as suspect: %s", machine.name, error)
+
+    async def put_on_probation(self, machine: Machine, reason: str) -> tuple[Mark, ...]:
+        """It is about to be rebooted, and this coordinator may go with it: a mark stands for what
+        spoke against it. Returns that, for `take_from_probation`."""
+        mark = Mark(
+            time=time.time(),
+            weight=REBOOTED_WEIGHT,
+            cause=REBOOTED,
+            run=self._run,
+            detail=reason,
+        )
+        async with self._writing:
+            unwritten = self._unwritten.pop(machine.name, ())
+            try:
+                return (
+                    *await self._aside.on_thread(self._file.put, machine.name, mark),
+                    *unwritten,
                 )
-                await self._aside.on_thread(self._file.add, machine.name, mark)
-        except (OSError, SuspectFileError) as error:
-            log.warning("%s is still remembered as suspect: %s", machine.name, error)
+            except (OSError, SuspectFileError) as error:
+                log.warning("%s is still remembered as suspect: %s", machine.name, error)
+                self._unwritten[machine.name] = (mark,)
+                return unwritten
+
+    async def take_from_probation(self, machine: Machine, before: Iterable[Mark]) -> None:
+        """It is not rebooted: what spoke against it `before` does again."""
+        async with self._writing:
+            self._unwritten.pop(machine.name, None)
+            try:
+                await self._aside.on_thread(self._file.take_back, machine.name, self._is_reboot)
+            except (OSError, SuspectFileError) as error:
+                log.warning("%s is still remembered as rebooted: %s", machine.name, error)
+        for mark in before:
+            await self._remember(machine.name, mark)
+
+    async def is_on_probation(self, machine: str, since: float) -> bool:
+        """Whether this run has asked for a reboot of a machine since then."""
+        marks = await self._marks_of(machine) or ()
+        return any(self._is_reboot(mark) and mark.time >= since for mark in marks)
+
+    def _is_reboot(self, mark: Mark) -> bool:
+        return mark.cause == REBOOTED and mark.run == self._run
 
     async def _recall(self, node: str) -> None:
         """The first worker of a machine has started: what is remembered of it? It is looked up
@@ -280,9 +324,9 @@ class Suspicions:
             if self._provider is None and not record:
                 return True
             machine = await self.machine_of(node)
+            if machine.unknown is not None and (record or node in self._not_lost):
+                return False  # what is remembered goes by its name
             if node in self._not_lost:
-                if machine.unknown is not None:
-                    return False  # the wrong mark goes by its name
                 await self._take_back(machine.name, self._not_lost[node])
                 del self._not_lost[node]
                 record = await self._aside.on_thread(self._file.read)

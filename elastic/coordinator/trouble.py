@@ -52,7 +52,7 @@ class Troubles:
         other. Who cannot go on is lost for its own cause, also where a peer is lost, too."""
         membership = self._membership
         patience_s = self._node_s if cause == COLLECTIVE else _PEER_LOSS_PATIENCE_S
-        formation = formed or membership.places.formation_of(worker)
+        formation = formed or self._formation_of(worker)
         if cause != COLLECTIVE:
             self._raised[worker] = formation
         try:
@@ -69,6 +69,15 @@ class Troubles:
         finally:
             self._raised.pop(worker, None)
             self._at_fault.discard(worker)
+
+    def _formation_of(self, worker: str) -> int | None:
+        """Number of the replica that a worker is in; where a peer's loss has just broken that, of
+        the one that the roster still names: both raised in the same try."""
+        now = self._membership.places.formation_of(worker)
+        if now is not None:
+            return now
+        broken = self._membership.roster.replica_of(worker)
+        return None if broken is None else broken.formed
 
     def _follows_alone(self, worker: str, cause: Cause, formed: int | None) -> bool:
         alone = formed is None and worker in self._membership.roster.followers

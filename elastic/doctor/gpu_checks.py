@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic.doctor.finding import Finding, Severity, worst_severity
 from elastic.doctor.machine import Machine
-from health.gpu import Gpus, open_nvml
+from health.gpu import Gpus, try_nvml
 from health.reading import Reading
 from health.verdict import Step
 from health.xids import recovery_of
@@ -42,21 +42,14 @@ def check_gpus(machine: Machine) -> Finding:
 
 def count_gpus(root: Path) -> int:
     """By NVML where there is one, which misses those that have fallen off the bus; else those that
-    the driver has found at its start."""
+    the driver has found at its start. Where NVML does not start, those of them that were given."""
+    nvml, trouble = try_nvml() if root == Path("/") else (None, "")
+    if nvml is None:
+        return len(given_gpus(root)) if trouble else _at_driver_start(root)
     try:
-        import pynvml
-    except ImportError:
-        pynvml = None
-    if pynvml is None or root != Path("/"):
-        return _at_driver_start(root)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver
-        return 0
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
+        return int(nvml.nvmlDeviceGetCount())
     finally:
-        pynvml.nvmlShutdown()
+        nvml.nvmlShutdown()
 
 
 _MINOR = re.compile(r"^Device Minor:\s*(\d+)", re.MULTILINE)
@@ -73,10 +66,26 @@ _BY_STEP: dict[Step, Severity] = {
 def check_gpu_health(machine: Machine) -> Finding:
     """What NVML knows of errors: those that memory could not correct, rows that could not be
     replaced, and the recovery that the driver asks for."""
-    nvml = open_nvml() if machine.root == Path("/") else None
+    nvml, trouble = try_nvml() if machine.root == Path("/") else (None, "")
+    given = len(given_gpus(machine.root))
     if nvml is None:
+        return judge_no_nvml(trouble, given)
+    return judge_gpu_health(Gpus(nvml).read(at_s=0.0), given)
+
+
+def judge_no_nvml(trouble: str, given: int) -> Finding:
+    """As `check_gpu_health`, where NVML tells nothing: by its words, and how many GPUs there are.
+    Without a GPU it need not start."""
+    if not trouble or not given:
         return Finding(check="GPU errors", result="NVML tells nothing")
-    return judge_gpu_health(Gpus(nvml).read(at_s=0.0), len(given_gpus(machine.root)))
+    return Finding(
+        check="GPU errors",
+        result=f"{given} GPUs, and NVML does not start: {trouble}",
+        severity="REBOOT",
+        meaning="CUDA or NCCL fails as well, and errors of the GPUs are not seen",
+        fix="Reboot the machine, so that driver and libraries fit; start a container anew, with "
+        "NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    )
 
 
 def _at_driver_start(root: Path) -> int:
@@ -88,11 +97,14 @@ def given_gpus(root: Path) -> list[Path]:
     """The driver's files on the GPUs that it has found when it was loaded, of those that are given
     to this process. A container or a job that was given some of its machine's may see all in the
     driver's list."""
+    # Who gives or withholds GPUs leaves the driver's control open; a container whose cgroup has
+    # lost its rules (`systemctl daemon-reload`) may open neither, and has the files it was given.
+    is_given = os.path.lexists if _is_denied(root / "dev/nvidiactl") else _is_given
     return [
         file
         for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
         if (minor := _MINOR.search(file.read_text(errors="replace"))) is not None
-        and _is_given(root / f"dev/nvidia{minor[1]}")
+        and is_given(root / f"dev/nvidia{minor[1]}")
     ]
 
 
@@ -100,13 +112,15 @@ def _is_given(device: Path) -> bool:
     """Whether a GPU may be used here. A container has no file of one that it was not given; a
     cgroup, as of Slurm with ConstrainDevices, leaves the file and lets nobody open it. Any other
     error is one of a GPU that was given."""
+    return os.path.lexists(device) and not _is_denied(device)
+
+
+def _is_denied(device: Path) -> bool:
     try:
         os.close(os.open(device, os.O_RDONLY | os.O_NONBLOCK))  # which waits for no GPU
-    except (FileNotFoundError, PermissionError):
-        return False
-    except OSError:
-        return True
-    return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False
 
 
 def judge_gpu_health(readings: Sequence[Reading], at_driver_start: int = 0) -> Finding:

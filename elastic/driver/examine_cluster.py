@@ -1,7 +1,7 @@
 """`elastic doctor --cluster`: each machine of a Ray cluster, and machines in pairs.
 
-The machines meet at a store in this process. A machine with GPUs takes part with all of them, which
-Ray must have free; on others one process takes part, on the CPU.
+The machines meet at a store in this process. A machine with GPUs takes part with all that Ray has
+there, which must be free; on others one process takes part, on the CPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Look:
     findings: list[Finding]
     """Its checks'."""
     devices: list[str]
-    """What would take part in a group."""
+    """What a load would use."""
 
 
 def examine_cluster(*, full: bool, storage: Sequence[str] = ()) -> list[Finding]:
@@ -127,8 +127,8 @@ def _run_rounds(
 ) -> tuple[list[Measured], list[tuple[str, Failed]]]:
     """Tries machines in pairs, those with GPUs where there are any. Returns what the pairs did, and
     the machines that took no part."""
-    with_gpus = [node for node in looks if looks[node].devices != ["cpu"]]
-    machines = with_gpus or list(looks)
+    devices = plan_devices({node: look.devices for node, look in looks.items()}, gpus)
+    machines = list(devices)
     measured: list[Measured] = []
     absent: dict[str, Failed] = {}
     if len(machines) < 2:
@@ -137,7 +137,7 @@ def _run_rounds(
     store = host_store(host)
     for number in range(count_rounds(len(machines))):
         pairs = plan_round([node for node in machines if node not in absent], measured)
-        answers = _run_round(pairs, looks, gpus, f"{host}:{store.port}", number)
+        answers = _run_round(pairs, devices, gpus, f"tcp:{host}:{store.port}/{number}")
         absent |= {node: one for node, one in answers.items() if isinstance(one, Failed)}
         measured += measure(pairs, answers)
     return [replace(one, pair=(names[one.pair[0]], names[one.pair[1]])) for one in measured], list(
@@ -145,23 +145,52 @@ def _run_rounds(
     )
 
 
+def plan_devices(
+    devices: Mapping[str, list[str]], gpus: Mapping[str, float]
+) -> dict[str, list[str]]:
+    """What takes part in pairs, by machine: of its GPUs as many as Ray has there, as a process sees
+    no others; the CPUs where no machine has any. Pure.
+
+    Args:
+        devices: machine -> what it has found; a look without GPUs of Ray's sees all of them.
+        gpus: machine -> GPUs that Ray has there.
+    """
+    with_gpus = {
+        node: found[: int(gpus[node])]
+        for node, found in devices.items()
+        if found != ["cpu"] and int(gpus[node])
+    }
+    return with_gpus or {node: ["cpu"] for node in devices}
+
+
+Part = tuple[str, list[str], int, int]
+"""Of a machine in a pair: where it meets the other, its devices, the first one's rank, and the
+ranks of both."""
+
+
+def plan_parts(
+    pairs: Sequence[Pair], devices: Mapping[str, list[str]], meet: str
+) -> dict[str, Part]:
+    """Machine -> its part in a round. Both of a pair use as many devices. Pure."""
+    parts = {}
+    for place, pair in enumerate(pairs):
+        each = min(len(devices[node]) for node in pair)
+        for first, node in zip((0, each), pair, strict=True):
+            parts[node] = (f"{meet}/{place}", devices[node][:each], first, 2 * each)
+    return parts
+
+
 def _run_round(
     pairs: Sequence[Pair],
-    looks: Mapping[str, Look],
+    devices: Mapping[str, list[str]],
     gpus: Mapping[str, float],
     meet: str,
-    number: int,
 ) -> dict[str, Answer | Failed]:
-    arguments = {}
-    for place, pair in enumerate(pairs):
-        each = min(len(looks[node].devices) for node in pair)
-        for first, node in zip((0, each), pair, strict=True):
-            store = f"tcp:{meet}/{number}/{place}"
-            arguments[node] = (store, looks[node].devices[:each], first, 2 * each)
+    parts = plan_parts(pairs, devices, meet)
     return on_nodes(
         take_part,
-        arguments,
-        gpus={node: gpus[node] for node in arguments if looks[node].devices != ["cpu"]},
+        parts,
+        gpus={node: gpus[node] for node in parts if devices[node] != ["cpu"]},
         timeout_s=_PAIR_BOUND_S + _START_S,
     )
 

@@ -204,9 +204,9 @@ class Launch:
             check_device(self.scaling)
             if isinstance(self.train.task, CausalLM):
                 self.train.task.check_gpu(self.train)
-        identity, snapshot = identify(paths), self._find_snapshot(paths)
         tell(f"looking for a state to go on from in {paths.checkpoints}")
-        saved = paths, read_events(paths.events), identity, snapshot
+        happened, identity = read_events(paths.events), identify(paths)
+        saved = paths, happened, identity, self._find_snapshot(paths, happened, identity)
         origin = self._find_origin(*saved, None)  # before data is prepared for hours
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train)
@@ -345,9 +345,14 @@ class Launch:
         self.train.check(self.lanes)
         return origin
 
-    def _find_snapshot(self, paths: RunPaths) -> Snapshot | None:
+    def _find_snapshot(
+        self, paths: RunPaths, happened: Sequence[events.Event], identity: RunIdentity
+    ) -> Snapshot | None:
         if self.checkpoint.memory_every is None:
             return None
+        stored = find_origin(paths, happened, identity, None, None).manifest
+        if stored is not None:
+            check_continues(stored, self.train)  # before a cluster is started to look for it
         connect()
         return find_snapshot(paths)
 

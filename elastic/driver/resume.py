@@ -87,6 +87,8 @@ def run_directory(
         with _must_be_writable(storage):
             paths.root.parent.mkdir(parents=True, exist_ok=True)
             held.enter_context(hold_run(paths))
+            if checkpoint.resume == "never":
+                _check_may_move(paths)
         claim(paths)
         with _must_be_writable(storage):
             if paths.store is not None:
@@ -112,12 +114,10 @@ def _must_be_writable(storage: str) -> Iterator[None]:
         ) from error
 
 
-def _set_aside(paths: RunPaths) -> Path | None:
-    """Moves an earlier run of this name out of the way, and nothing but a run. Returns where to."""
+def _check_may_move(paths: RunPaths) -> None:
+    """Raises ConfigError where something else than a run would be set aside."""
     root = paths.root
-    if root.is_dir() and all(path.is_dir() for path in root.rglob("*")):
-        return None  # what a start that was refused has made
-    if root.exists() and not (root.is_dir() and _is_run(paths)):
+    if root.exists() and not (_is_empty(root) or (root.is_dir() and _is_run(paths))):
         raise ConfigError(
             "run_config.name",
             root.name,
@@ -125,7 +125,16 @@ def _set_aside(paths: RunPaths) -> Path | None:
             f"{paths.identity.name} of one, and no checkpoints",
             "Use another name or storage_path, or move it yourself",
         )
-    return paths.set_aside()
+
+
+def _set_aside(paths: RunPaths) -> Path | None:
+    """Moves an earlier run of this name out of the way. Returns where to."""
+    return None if _is_empty(paths.root) else paths.set_aside()
+
+
+def _is_empty(root: Path) -> bool:
+    """Whether there is just what a start that was refused has made."""
+    return root.is_dir() and all(path.is_dir() for path in root.rglob("*"))
 
 
 def _is_run(paths: RunPaths) -> bool:

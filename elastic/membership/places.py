@@ -1,7 +1,7 @@
 """Which replicas stand and form, what is left of others, who has a place in them, and who of those
 is here. Pure.
 
-`membership.py` asks all this after every arrival. To count anew each time would cost 16,384² looks
+`machine.py` asks all this after every arrival. To count anew each time would cost 16,384² looks
 in a regroup of 16,384 workers, so the answers are kept up to date, and an event costs what it
 changes.
 """

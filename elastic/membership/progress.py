@@ -26,6 +26,8 @@ class Progress:
         worker explains."""
         self._explained = False
         """A worker was lost since the newest roster stood."""
+        self._failed_at = -1
+        """Step that a fault made a roster go on at last; below 0: none has."""
         self.since = 0
         """Generation in which the run went back last: what is held of older ones is void."""
         self.unreadable: str | None = None
@@ -82,14 +84,15 @@ class Progress:
 
     def lost(self) -> None:
         """A worker was lost: that may explain the next regroup, and has a budget of its own."""
-        self._explained = True
+        self.in_vain, self._explained = 0, True
 
     def interrupted(self, step: int) -> None:
         """A fault has called for a roster, which is to go on at `step`."""
         if self._explained:
             self.in_vain = 0
         else:
-            self.in_vain = self.in_vain + 1 if step == self.began else 1
+            self.in_vain = self.in_vain + 1 if step == self._failed_at else 1
+        self._failed_at = step
 
     def begin(self, step: int, *, back: bool) -> None:
         """The next roster stands at `step`, with what its workers hold; or the run went `back`
@@ -111,6 +114,11 @@ class Progress:
         if generation == self.generation:
             return step >= self.recorded
         return step == self.recorded < self.began and generation >= self.since
+
+    @property
+    def spent_in_vain(self) -> int:
+        """`in_vain`; 0 once a step has been committed since the last of those regroups."""
+        return 0 if self.recorded > self._failed_at else self.in_vain
 
     @property
     def going_back(self) -> bool:

@@ -25,10 +25,10 @@ from checkpointing import (
     sweep_given_up,
     sweep_snapshots,
 )
-from checkpointing.format.segment import first_bad_block, seed_of
+from checkpointing.format.segment import bad_block_of
 from elastic.node.helpers import announce
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.rpc import Remote
+from elastic.protocol.rpc import Remote, last_line
 from elastic.protocol.saves import HeldSnapshot, HolderApi
 
 log = logging.getLogger(__name__)
@@ -74,9 +74,9 @@ class SnapshotHolder(HolderApi):
         """See `settle_snapshot`."""
         settle_snapshot(open_memory(self._folder, self._node), manifest)
 
-    def sweep(self, step: int, keep: Manifest | None) -> None:
+    def sweep(self, step: int, generation: int, keep: Manifest | None) -> None:
         """See `sweep_snapshots`."""
-        sweep_snapshots(open_memory(self._folder, self._node), step, keep)
+        sweep_snapshots(open_memory(self._folder, self._node), step, generation, keep)
 
     def sweep_given_up(self, step: int, generation: int) -> None:
         """See `sweep_given_up`."""
@@ -111,7 +111,7 @@ class HeldSegments:
                 _check(self._held.manifest.segments[key], start, start + length, data)
                 return data
             except (CheckpointError, ray.exceptions.RayError) as error:
-                reasons.append(f"node {node[:8]}: {type(error).__name__}: {_first_line(error)}")
+                reasons.append(f"node {node[:8]}: {type(error).__name__}: {last_line(error)}")
                 log.warning("%s cannot be read on %s", key, reasons[-1])
         raise StoreUnavailableError(key, None, "; ".join(reasons) or "no node has it")
 
@@ -144,13 +144,6 @@ def _check(segment: Segment, start: int, stop: int, data: bytes) -> None:
     that fails its CRC."""
     if len(data) != stop - start:
         raise CorruptError(segment.key, f"{len(data)} bytes came for {start} to {stop}")
-    first, behind = start // segment.block_bytes, -(-stop // segment.block_bytes)
-    crcs = segment.crcs[first:behind]
-    bad = first_bad_block(data, crcs, segment.block_bytes, seed_of(segment))
+    bad = bad_block_of(segment, start, data)
     if bad is not None:
-        raise CorruptError(segment.key, "its CRC32 differs", first + bad)
-
-
-def _first_line(error: Exception) -> str:
-    """Ray puts the whole remote traceback into an error's text; its last line is the fact."""
-    return str(error).strip().splitlines()[-1]
+        raise CorruptError(segment.key, "its CRC32 differs", bad)

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 from concurrent.futures import Future, wait
+from functools import partial
 
 from checkpointing import (
     Attempt,
@@ -35,7 +36,7 @@ from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.saves import Upload, UploaderApi
-from trainer.engine.shared_copy import CopyGoneError, open_copy
+from trainer.engine.shared_copy import CopyGoneError, check_copy, open_copy
 from trainer.replication.step_commit import Place
 
 log = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ def write_part(upload: Upload, paths: RunPaths, node: str, segment_bytes: int) -
     """
     with open_copy(upload.pid, upload.fd, upload.number) as memory:
         what = upload.attempt, upload.slices, memory
+        check = partial(check_copy, memory, upload.pid, upload.number)
         if upload.place == "store":
             return write_changed(
                 open_store(paths.checkpoints),
@@ -155,6 +157,7 @@ def write_part(upload: Upload, paths: RunPaths, node: str, segment_bytes: int) -
                 known=upload.known,
                 still=upload.still,
                 segment_bytes=segment_bytes,
+                check=check,
             )
         with hold_room(open_memory(paths.memory, node), len(memory)) as store:
             receipt = write_shared(
@@ -164,6 +167,7 @@ def write_part(upload: Upload, paths: RunPaths, node: str, segment_bytes: int) -
                 segment_bytes=segment_bytes,
                 # Holders hand whole blocks round: they check them, and pass over bad ones.
                 piece_bytes=None,
+                check=check,
             )
         return Written(receipt=receipt, parts={})
 
@@ -185,4 +189,4 @@ def report_failure(coordinator: Remote[CoordinatorApi], upload: Upload, reason: 
     if upload.place == "store":
         coordinator.call(CoordinatorApi.save_failed, step, generation, reason)
     else:
-        coordinator.call(CoordinatorApi.snapshot_skipped, step, reason)
+        coordinator.call(CoordinatorApi.snapshot_skipped, step, generation, reason)

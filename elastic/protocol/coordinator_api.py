@@ -141,7 +141,7 @@ class SaveCalls(Protocol):
     ) -> None:
         """One of `writers` parts of a snapshot is written to the memory of `node`."""
 
-    async def snapshot_skipped(self, step: int, reason: str) -> None:
+    async def snapshot_skipped(self, step: int, generation: int, reason: str) -> None:
         """A part of a snapshot could not be written; the run goes on."""
 
     async def snapshot(self, step: int) -> HeldSnapshot | None:

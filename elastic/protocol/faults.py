@@ -13,7 +13,6 @@ slot. In words: `KIND@STEP[.PHASE][:WORKER[+WORKER...]]` or `KIND@STEP:spare`, s
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,41 +140,6 @@ def check_faults(faults: Sequence[Fault], *, steps: int, slots: int) -> None:
             raise ConfigError(
                 "fault", str(fault), "a spare has no code to disturb", "Use kill or freeze"
             )
-
-
-def draw_faults(
-    seed: int,
-    *,
-    count: int,
-    steps: int,
-    slots: int,
-    kinds: Sequence[Kind] = ("kill", "freeze", "raise"),
-) -> tuple[Fault, ...]:
-    """A random plan: some faults alone, some on two workers at once, some in a recovery.
-
-    Args:
-        seed: the same seed draws the same plan.
-        count: faults.
-        steps: steps of the run.
-        slots: workers of the full layout.
-        kinds: what may happen.
-    """
-    rng = random.Random(seed)
-    common = sorted(STEP_PHASES)
-    faults: list[Fault] = []
-    for step in sorted(rng.randrange(steps) for _ in range(count)):
-        after = faults and rng.random() < 0.3
-        phase = rng.choice(sorted(RECOVERY_PHASES) if after else common)
-        most = 2 if slots > 1 and rng.random() < 0.3 else 1
-        faults.append(
-            Fault(
-                kind=rng.choice(list(kinds)),
-                step=faults[-1].step if after else step,
-                phase=phase,
-                workers=tuple(sorted(rng.sample(range(slots), most))),
-            )
-        )
-    return tuple(sorted(faults, key=lambda fault: fault.step))
 
 
 def flip_bit(engine: Engine) -> None:

@@ -79,6 +79,11 @@ def until_answered(send: Callable[[], ObjectRef[_Answer]]) -> _Answer:
             time.sleep(RETRY_S)
 
 
+def last_line(error: Exception) -> str:
+    """Ray puts the whole remote traceback into an error's text; its last line is the fact."""
+    return str(error).strip().splitlines()[-1]
+
+
 def restarting(answer: ObjectRef[Any]) -> bool:
     """Whether the call that `answer` (ready) belongs to was lost in a restart."""
     try:

@@ -34,7 +34,7 @@ class RunPaths:
 
     @property
     def identity(self) -> Path:
-        """The run's id (`identity.py`)."""
+        """The run's id (`run_identity.py`)."""
         return self.root / "run.json"
 
     @property

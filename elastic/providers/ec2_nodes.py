@@ -39,6 +39,7 @@ have this kind of instance at all.
 Source: https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html
 """
 _RESERVATION_FULL = "ReservationCapacityExceeded"
+_NOT_FOUND = "InvalidInstanceID.NotFound"
 
 
 class Ec2Provider:
@@ -152,11 +153,23 @@ class Ec2Provider:
 
     def _let_go(self, machine: str, reason: str) -> str:
         """What becomes of an instance that its group does not end. Returns it in words."""
-        ec2 = self._client("ec2")
-        if self._config.keep_for_inspection:
-            ec2.create_tags(Resources=[machine], Tags=[{"Key": KEPT_TAG, "Value": reason[:256]}])
-            return f"{machine} is kept, with the tag {KEPT_TAG}"
-        ec2.terminate_instances(InstanceIds=[machine])
+        if not self._config.keep_for_inspection:
+            return self._terminate(machine)
+        kept = [{"Key": KEPT_TAG, "Value": reason[:256]}]
+        self._client("ec2").create_tags(Resources=[machine], Tags=kept)
+        return f"{machine} is kept, with the tag {KEPT_TAG}"
+
+    def _terminate(self, machine: str) -> str:
+        """Ends an instance. Returns it in words. EC2 forgets one within the hour: then it has
+        ended."""
+        from botocore.exceptions import ClientError
+
+        try:
+            self._client("ec2").terminate_instances(InstanceIds=[machine])
+        except ClientError as error:
+            if error.response["Error"]["Code"] != _NOT_FOUND:
+                raise
+            return f"{machine} is gone already"
         return f"{machine} was terminated"
 
     # -- without one -------------------------------------------------------------------------------
@@ -179,7 +192,7 @@ class Ec2Provider:
         if isinstance(refused, str):
             return refused
         if _RESERVATION_FULL in refused.values() and not config.keep_for_inspection:
-            self._client("ec2").terminate_instances(InstanceIds=[machine])
+            self._terminate(machine)
         said = ", ".join(f"{subnet}: {code}" for subnet, code in refused.items())
         raise NoCapacityError(
             machine,

@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from datetime import datetime
+from http.client import HTTPException
 from pathlib import Path
 
 from elastic.providers.tell import Tell
@@ -22,7 +23,13 @@ _METADATA_URL = "http://169.254.169.254"
 _VENDOR_FILES = ("/sys/class/dmi/id/sys_vendor", "/sys/class/dmi/id/bios_vendor")
 _TOKEN_TTL_S = 21_600
 _ANSWER_TIMEOUT_S = 1.0
-_ABANDONED_AFTER = 10
+_WARNED_AFTER = 10
+_NO_TOKEN_HINT = (
+    "; in a container that is not on its machine's network, set the instance's "
+    "HttpPutResponseHopLimit to 2"
+)
+"""Source:
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/configuring-instance-metadata-options.html"""
 
 
 def watch_spot(node: str, tell: Tell) -> SpotWatch | None:
@@ -48,8 +55,8 @@ class SpotWatch:
     """Asks this machine's metadata service (IMDSv2) for a spot interruption notice; tells of it
     once, and again where that fails. One per node.
 
-    AWS advises to ask every five seconds; a notice comes two minutes ahead. It ends by itself where
-    no service has ever answered in the first ten looks; one that has answered is asked for good.
+    AWS advises to ask every five seconds; a notice comes two minutes ahead. A service that does not
+    answer is asked on, and warned of once, at the tenth look.
     Source: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 
     Args:
@@ -72,19 +79,18 @@ class SpotWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        failures, is_there = 0, False
-        while is_there or failures < _ABANDONED_AFTER:
+        failures = 0
+        while True:
             try:
-                notice = self._look()
-                failures, is_there = 0, True
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                notice, failures = self._look(), 0
+            except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
                 notice, failures = None, failures + 1
                 log.debug("the instance metadata service does not answer: %s", error)
-                if is_there and failures == _ABANDONED_AFTER:
+                if failures == _WARNED_AFTER:
                     log.warning(
                         "the instance metadata service has not answered %d times in a row (%s): "
-                        "until it does, no spot interruption is heard",
-                        *(failures, error),
+                        "until it does, no spot interruption is heard%s",
+                        *(failures, error, "" if self._token else _NO_TOKEN_HINT),
                     )
             if notice is not None and self._has_told(notice):
                 return

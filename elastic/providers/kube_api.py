@@ -1,23 +1,33 @@
 """Kubernetes' API as a pod's service account may call it: three verbs over HTTPS, JSON in and out.
 
+What may pass is asked again for a while: a server that is started anew, or has too much to do, a
+line that breaks. Each call may be made twice.
+
 No client package: that of Kubernetes is 2 MB of generated code for what is here a request each.
 Source: https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import ssl
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+from elastic.errors import ProviderAwayError
+
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _TIMEOUT_S = 30.0
-_CONFLICT = 409
+_CONFLICT, _TOO_MANY = 409, 429
 _MOST_TRIES = 5
+_FIRST_PAUSE_S, _PATIENCE_S = 1.0, 10.0
+"""After a try of a call; no try begins later than this after the first one. Whoever makes the call
+has few threads, and asks again by and by."""
 
 
 class KubeApi:
@@ -41,6 +51,7 @@ class KubeApi:
         Raises:
             urllib.error.HTTPError: by its `code`: 404 where there is none, 403 where the service
                 account may not.
+            ProviderAwayError: it is not served now, whatever was asked.
         """
         return self._call("GET", path)
 
@@ -79,6 +90,45 @@ class KubeApi:
                 context=ssl.create_default_context(cafile=str(self._account / "ca.crt"))
             ),
         )
-        with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            told: dict[str, Any] = json.load(answer)
-        return told
+        answer: dict[str, Any] = json.loads(_ask(opener, request))
+        return answer
+
+
+def _ask(opener: urllib.request.OpenerDirector, request: urllib.request.Request) -> bytes:
+    """What a request is answered, by and by."""
+    began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    while True:
+        try:
+            with opener.open(request, timeout=_TIMEOUT_S) as answer:
+                told: bytes = answer.read()
+            return told
+        except (OSError, http.client.HTTPException) as error:
+            if not is_passing(error):
+                raise
+            wait_s = max(pause_s, retry_after_s(error))
+            took_s = time.monotonic() - began_s
+            if took_s + wait_s > _PATIENCE_S:
+                raise ProviderAwayError(
+                    f"{request.get_method()} {request.selector}",
+                    f"{type(error).__name__}: {error}, after {took_s:.0f} s",
+                    "Look at Kubernetes' API server",
+                ) from error
+        time.sleep(wait_s)
+        pause_s *= 2
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether a request that has failed so may be served later: it was too much, or the server or
+    the way to it is out of order."""
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code == _TOO_MANY or error.code >= 500
+    reason = getattr(error, "reason", error)
+    return not isinstance(reason, ssl.SSLCertVerificationError)
+
+
+def retry_after_s(error: Exception) -> float:
+    """How long the server wants to be left alone; 0 where it does not say so in seconds."""
+    if not isinstance(error, urllib.error.HTTPError):
+        return 0.0
+    told = error.headers.get("Retry-After", "")
+    return float(told) if told.isdecimal() else 0.0

@@ -56,7 +56,7 @@ class NodeProvider(Protocol):
             What was done, in words.
 
         Raises:
-            NoCapacityError: ask again later.
+            NoCapacityError, ProviderAwayError: ask again later.
             Exception: it was not done.
         """
 
@@ -67,6 +67,7 @@ class NodeProvider(Protocol):
             What was done, in words; None: this machine cannot be rebooted so, replace it.
 
         Raises:
+            ProviderAwayError: ask again later.
             Exception: it was not done.
         """
 

@@ -18,7 +18,7 @@ from ray._private import utils as ray_utils
 from ray._private.state import available_resources_per_node, state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic.protocol.rpc import Remote
+from elastic.protocol.rpc import Remote, last_line
 
 log = logging.getLogger(__name__)
 
@@ -227,8 +227,8 @@ def on_nodes(
     for call in done:
         try:
             answers[calls[call]] = ray.get(call)
-        except ray.exceptions.RayTaskError as error:  # a traceback; its last line is the fact
-            answers[calls[call]] = Failed(why=str(error).strip().splitlines()[-1])
+        except ray.exceptions.RayTaskError as error:
+            answers[calls[call]] = Failed(why=last_line(error))
         except ray.exceptions.RayError as error:
             answers[calls[call]] = Failed(why=str(error))
     for call in late:

@@ -122,7 +122,10 @@ class ElasticRayTrainer(DataParallelTrainer):
             if not ray.wait([over], timeout=0)[0]:
                 continue
             if not restarting(over):
-                ended.result(END_PATIENCE_S)
-                return
+                if not wait([ended], END_PATIENCE_S).done:
+                    raise TimeoutError(
+                        f"the run is over; Ray Train has not ended in {END_PATIENCE_S:g} s"
+                    )
+                break
             over = self._coordinator.send(CoordinatorApi.over)
         ended.result()

@@ -74,9 +74,10 @@ class EventLog:
         _cut_torn_tail(self._path)
 
     def append(self, record: Event | StepRecord) -> None:
-        """Write one record as one line. Raises OSError: that fails, and not for want of room."""
+        """Write one record as one line; what is no text in it, as of a file's name that is no
+        UTF-8, as "?". Raises OSError: that fails, and not for want of room."""
         line = json.dumps(record.to_json(), ensure_ascii=False, allow_nan=False)
-        self._pending += line.encode() + b"\n"
+        self._pending += line.encode(errors="replace") + b"\n"
         try:
             self._write()
         except OSError as error:
@@ -157,7 +158,7 @@ def read_steps(
             fact = f"a step record lacks fields, it has {sorted(data)}"
             raise RecordError(str(path), line, fact)
         for later in range(record.step + 1, newest + 1):
-            if later in kept and kept[later].time < record.time:
+            if later in kept and kept[later].generation < record.generation:
                 del kept[later]
         kept[record.step] = record
         newest = max(newest, record.step)

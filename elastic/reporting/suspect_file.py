@@ -16,7 +16,7 @@ from pathlib import Path
 
 from checkpointing.whole_file import write_whole
 from elastic.errors import SuspectFileError
-from health.suspects import Mark, Record, add_mark, from_json, to_json
+from health.suspects import Mark, Record, add_marks, from_json, to_json
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,11 @@ class SuspectFile:
             raise SuspectFileError(str(self.path), str(error)) from error
 
     def add(self, machine: str, mark: Mark) -> tuple[Mark, ...]:
-        """Adds a mark. Returns all that the machine has now. A file that was damaged, as by a power
+        """Adds a mark. Returns all that the machine has now. Raises as `add_all` does."""
+        return self.add_all({machine: (mark,)})[machine]
+
+    def add_all(self, more: Record) -> dict[str, tuple[Mark, ...]]:
+        """Adds marks of machines. Returns all of the record. A file that was damaged, as by a power
         loss, is set aside: else nothing would be remembered any more.
 
         Raises:
@@ -55,9 +59,18 @@ class SuspectFile:
         """
         with self._locked():
             self._set_aside_if_damaged()
-            record = add_mark(self.read(), machine, mark)
+            record = add_marks(self.read(), more)
             self._write(record)
-        return record[machine]
+        return record
+
+    def put(self, machine: str, mark: Mark) -> tuple[Mark, ...]:
+        """Has one mark stand for all that a machine has. Returns those. Raises as `add_all` does,
+        also of a file that was damaged."""
+        with self._locked():
+            record = self.read()
+            before = record.get(machine, ())
+            self._write({**record, machine: (mark,)})
+        return before
 
     def take_back(self, machine: str, wrong: Callable[[Mark], bool]) -> None:
         """Forgets those marks of a machine that are wrong."""

@@ -106,6 +106,9 @@ class EventFacts:
         self._replicas: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._lost: dict[str, WorkerLost] = {}
+        self._back: set[str] = set()
+        """Those of them that live after all: they had been written off by a coordinator that was
+        cut off, and the one started anew has taken them back."""
         self._groups: list[CrossGroupLost] = []
         self.stragglers: list[StragglersFound] = []
         """That were found, in order of time."""
@@ -132,8 +135,11 @@ class EventFacts:
             self._workers[event.node].add(event.worker)
         if isinstance(event, ReplicaForming):
             self._replicas |= dict.fromkeys(event.workers, f"replica {event.replica}")
+        elif isinstance(event, WorkerJoined) and event.worker in self._lost:
+            self._back.add(event.worker)
         elif isinstance(event, WorkerLost):
             self._lost[event.worker] = event
+            self._back.discard(event.worker)
         elif isinstance(event, SignsChanged):
             self._names |= dict.fromkeys((*event.names, event.node), event.node)
             insort(self._told, event, key=_time)
@@ -150,8 +156,10 @@ class EventFacts:
         self._passed, self._base = 0, dict(self._stood)
         for worker in [w for w, event in self._lost.items() if event.time < time]:
             del self._lost[worker]
-            self._workers[self._nodes.pop(worker)].discard(worker)
-            self._replicas.pop(worker, None)
+            if worker not in self._back:
+                self._workers[self._nodes.pop(worker)].discard(worker)
+                self._replicas.pop(worker, None)
+        self._back &= self._lost.keys()
 
     def between(self, begin: float, end: float, lost: Sequence[str]) -> Facts:
         """The facts of an incident. What a machine shows that had lost all its workers before says
@@ -200,7 +208,7 @@ class EventFacts:
 
     def standing(self) -> Facts:
         """What the machines show at the end, of those who were not lost."""
-        here = self._nodes.keys() - self._lost.keys()
+        here = self._nodes.keys() - (self._lost.keys() - self._back)
         nodes = {worker: self._nodes[worker] for worker in here}
         self._stand_at(inf)
         live = {*nodes.values()}
@@ -216,7 +224,7 @@ class EventFacts:
     def _is_gone(self, node: str, time: float) -> bool:
         """Whether a node had workers, and has lost all of them before `time`."""
         return node in self._workers and all(
-            worker in self._lost and self._lost[worker].time < time
+            worker in self._lost and worker not in self._back and self._lost[worker].time < time
             for worker in self._workers[node]
         )
 

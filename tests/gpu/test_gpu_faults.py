@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.support import processes
 from tests.support.fabric import GLOO, GLOO_ON_CUDA, NCCL, Fabric, FabricGroup, on
-from tests.support.member import Member, end_groups_at_the_call
+from tests.support.member import Member, end_groups_at_the_call, train_alone
 from tests.support.processes import PATIENCE, Loss, lose_itself, play
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.polling import poll_until
@@ -121,19 +121,15 @@ def be_lost(fabric: Fabric, port: int, point: Point, loss: Loss) -> Member:
     raise AssertionError("it should have been lost")
 
 
-def train_alone(fabric: Fabric, port: int) -> Member:
-    """The undisturbed run: one replica has all lanes."""
-    member = Member(fabric, port, number=2, steps=STEPS)
-    assert member.run(0, [(0, 1)]) == "finished"
-    return member
-
-
 def live(number: int, port: int, fabric: Fabric, point: Point, loss: Loss, fills: str) -> None:
     """One process of the three."""
     fabric.enter((0, 1, 0)[number], 2)
     if number == 1:
         be_lost(fabric, port, point, loss)
-    member = survive(fabric, port, fills) if number == 0 else train_alone(fabric, port)
+    if number == 0:
+        member = survive(fabric, port, fills)
+    else:
+        member = train_alone(fabric, port, number=number, steps=STEPS)
     member.store.set(f"outcome {number}", json.dumps(member.outcome()))
     leave_replica_group()
 

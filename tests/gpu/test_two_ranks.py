@@ -16,7 +16,7 @@ from health.absence import find_absences
 from health.flight import find_pending
 from tests.support.fabric import GLOO, GLOO_ON_CUDA, NCCL, Fabric, FabricGroup, on
 from tests.support.lane_gradients import COUNT, ENDS, PADDING, lane_gradients
-from tests.support.member import Member, end_groups_at_the_call
+from tests.support.member import Member, end_groups_at_the_call, train_alone
 from tests.support.processes import PATIENCE, TIMEOUT_S, lose_itself, play
 from trainer.backend.flight_recorder import read_flight_recorder
 from trainer.backend.groups import (
@@ -215,17 +215,11 @@ def join(fabric: Fabric, port: int) -> Member:
     return member
 
 
-def train_alone(fabric: Fabric, port: int) -> Member:
-    """The undisturbed run: one replica has all lanes."""
-    member = Member(fabric, port, number=3, steps=STEPS)
-    assert member.run(0, [(0, 1)]) == "finished"
-    return member
-
-
 def live(number: int, port: int, fabric: Fabric) -> None:
     """One process of the four."""
     fabric.enter((0, 1, 1, 0)[number], 2)
-    member = (survive, die, join, train_alone)[number](fabric, port)
+    alone = partial(train_alone, number=number, steps=STEPS)
+    member = (survive, die, join, alone)[number](fabric, port)
     member.store.set(f"outcome {number}", json.dumps(member.outcome()))
     member.store.wait([f"outcome {n}" for n in (0, 2, 3)], PATIENCE)  # who ends wakes its peers
     leave_replica_group()

@@ -31,7 +31,6 @@ from tests.support.fakes.s3_server import BUCKET, CREDENTIALS, REGION, faulty_s3
 from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
 from tests.support.watching import events_of, steps_of, wait_until
 
-OTHER_REGION = {"status": 301, "code": "PermanentRedirect"}
 SKEWED = {
     "status": 403,
     "code": "RequestTimeTooSkewed",

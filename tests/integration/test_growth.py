@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
-from checkpointing import Keys, Reader, newest, open_store, params_sha256
+from checkpointing import Keys, newest, open_store
 from elastic.coordinator.agents import START_S
 from elastic.protocol import events
 from elastic.protocol.events import Event
@@ -26,6 +26,7 @@ from tests.support import ROOT
 from tests.support.autoscaling import AutoscaledCluster, autoscaled_cluster
 from tests.support.draining import announce_drain
 from tests.support.fakes.metadata import serve_metadata
+from tests.support.gated_run import saved_weights
 from tests.support.growing_run import STEPS
 from tests.support.watching import actor_beside
 
@@ -70,8 +71,7 @@ class GrowingRun:
             )
 
     def events(self) -> list[Event]:
-        path = self.root / "events.jsonl"
-        return read_events(path) if path.exists() else []
+        return read_events(self.root / "events.jsonl")
 
     def wait_for(self, happened: Callable[[list[Event]], bool]) -> list[Event]:
         """Waits until the events so far satisfy `happened`."""
@@ -97,11 +97,9 @@ class GrowingRun:
         assert self.process.returncode == 0, self._log.read_text()[-4000:]
         assert json.loads((self.root.parent / "left.json").read_text()) == []
         assert [step.step for step in read_steps(self.root / "steps.jsonl")] == list(range(STEPS))
-        store = open_store(self.root / "checkpoints")
-        manifest = newest(store, Keys())
+        manifest = newest(open_store(self.root / "checkpoints"), Keys())
         assert manifest is not None and manifest.step == STEPS
-        names = [name for name in manifest.tensors if name.startswith("param/")]
-        return params_sha256(Reader(store, manifest), names)
+        return saved_weights(self.root / "checkpoints", STEPS)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -35,8 +35,6 @@ pytestmark = pytest.mark.slow
 H100 = {"lost": 0.0, "temperature_c": 41.0, "power_w": 118.7, "sm_clock_mhz": 1980.0}
 """Made up, as NVML would show one that is idle."""
 
-CLUSTER = {"cluster_name": "my-cluster", "namespace": "default", "ray_io_cluster": "my-cluster"}
-
 ONLY_WITH = ("gpu", "mfu", "node_signs", "verdicts")
 """Series that this run does not have: its machine has neither GPU nor fault."""
 

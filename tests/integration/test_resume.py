@@ -19,22 +19,22 @@ import pytest
 import ray
 from ray.train import RunConfig
 
-from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
+from checkpointing import CheckpointConfig, Keys, newest, open_store
 from elastic import Callback, ConfigError, ElasticTrainer, ParallelConfig
 from elastic.driver.resume import run_directory
 from elastic.reporting.report import Report
 from tests.support import ROOT
-from tests.support.gated_run import HALF, gated_trainer
+from tests.support.gated_run import HALF, gated_trainer, saved_weights
 from tests.support.tiny import Outcome, fit, numbers_of, tiny_task, tiny_trainer
 
 DEADLINE_S = 120.0
 
 
 def weights_of(storage: Path) -> str:
-    store = open_store(storage / "gated" / "checkpoints")
-    manifest = newest(store, Keys())
+    where = storage / "gated" / "checkpoints"
+    manifest = newest(open_store(where), Keys())
     assert manifest is not None
-    return params_sha256(Reader(store, manifest), [n for n in manifest.tensors if "param/" in n])
+    return saved_weights(where, manifest.step)
 
 
 def wait_until(what: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:

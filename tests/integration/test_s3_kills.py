@@ -25,18 +25,19 @@ from checkpointing import (
     Reader,
     S3Config,
     Store,
+    Surveyor,
     list_steps,
     load_manifest,
     open_store,
     pin,
     sweep_orphans,
-    sweep_uncommitted,
     unpin,
     verify_checkpoint,
 )
+from checkpointing.retention.retire import sweep_uncommitted
 from tests.support import save_roles
 from tests.support.fakes.s3_faults import FaultServer, Rule
-from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
+from tests.support.fakes.s3_server import BUCKET, faulty_s3_server, open_uploads
 from tests.support.save_roles import (
     DEADLINE_S,
     LARGE,
@@ -123,12 +124,6 @@ def check(store: Store, *steps: int) -> None:
         reader = Reader(store, load_manifest(store, KEYS, step))
         for name, tensor in state(step).items():
             assert torch.equal(reader.read_full(name), tensor)
-
-
-def open_uploads(config: S3Config) -> list[str]:
-    client = boto3.client("s3", endpoint_url=config.endpoint_url)
-    answer = client.list_multipart_uploads(Bucket=config.bucket, Prefix=config.prefix)
-    return [entry["Key"] for entry in answer.get("Uploads", ())]
 
 
 def check_nothing_else(store: Store, config: S3Config, *more: str) -> None:
@@ -385,5 +380,5 @@ def test_what_a_killed_import_has_left_goes_after_a_day(config: S3Config, store:
         claim = {"claim": "importing", "by": "somebody", "until": until}
         store.put(KEYS.claim(NEW), [json.dumps(claim).encode()])
         assert bool(sweep_orphans(store, KEYS, 0)) is False
-        assert bool(sweep_uncommitted(store, KEYS, LATER)) is goes
+        assert bool(sweep_uncommitted(Surveyor(store=store, keys=KEYS), LATER)) is goes
     check_nothing_else(store, config)

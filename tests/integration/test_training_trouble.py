@@ -11,7 +11,7 @@ import pytest
 import torch
 from ray.train import RunConfig
 
-from checkpointing import CheckpointConfig, Keys, Reader, newest, open_store, params_sha256
+from checkpointing import CheckpointConfig, Keys, newest, open_store
 from elastic import (
     CustomTask,
     ElasticTrainer,
@@ -25,6 +25,7 @@ from elastic import (
 )
 from elastic.protocol.events import FaultFired, TrainingTrouble, WentBack
 from elastic.reporting.event_log import read_events, read_steps
+from tests.support.gated_run import saved_weights
 from tests.support.user_code import model, summed_loss
 from trainer.data import sample_ids
 from trainer.replication.step_commit import sample_digest
@@ -76,12 +77,11 @@ def outcome(storage: Path) -> tuple[str, list[float]]:
         ids = sample_ids(SEED, BATCH * batch, BATCH, SAMPLES)
         expected = [sample_digest(np.array([number]), place) for place, number in enumerate(ids)]
         assert record.sample_digests == expected, record.step
-    store = open_store(root / "checkpoints")
-    manifest = newest(store, Keys())
+    manifest = newest(open_store(root / "checkpoints"), Keys())
     assert manifest is not None and manifest.step == len(records)
     assert manifest.training_state["skips"] == [[BAD, SKIPPED]]
-    names = [name for name in manifest.tensors if name.startswith("param/")]
-    return params_sha256(Reader(store, manifest), names), [record.loss for record in records]
+    weights = saved_weights(root / "checkpoints", manifest.step)
+    return weights, [record.loss for record in records]
 
 
 def events(storage: Path, kind: type[Any]) -> list[Any]:

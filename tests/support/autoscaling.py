@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 
 from ray import _raylet
 
+from benchmarks._processes import free_port
 from tests.support import ROOT
 
 WAIT_S = 120.0
@@ -54,7 +54,7 @@ def autoscaled_cluster(least: int, most: int) -> Iterator[AutoscaledCluster]:
     """A cluster that gets nodes with a CPU each: `least` always, up to `most` where they are asked
     for."""
     place = Path(tempfile.mkdtemp(prefix="scaled-", dir="/tmp"))  # Ray's sockets need a short name
-    port = _free_port()
+    port = free_port()
     address = f"127.0.0.1:{port}"
     (place / "scaling.json").write_text(json.dumps(_config(least, most, address)))
     log = (place / "log").open("w")
@@ -165,9 +165,3 @@ def _command(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])

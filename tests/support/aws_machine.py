@@ -31,7 +31,6 @@ def make_machine(
     write(root / "proc/sys/kernel/osrelease", f"{kernel}\n")
     write(root / "proc/meminfo", "HugePages_Free:     5128\nHugepagesize:       2048 kB\n")
     write(root / "sys/module/nvidia/version", "580.95.05\n")
-    write(root / "sys/module/efa/version", "2.17.3g\n")
     (root / "dev/shm").mkdir(parents=True)
     for number in range(gpus):
         address, half = f"0000:{0x53 + number:02x}:00.0", 2 * number // gpus

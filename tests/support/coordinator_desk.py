@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from checkpointing import CheckpointConfig
@@ -50,24 +51,26 @@ class Agents:
 
 
 class CoordinatorDesk:
-    """The coordinator's parts that have to do with it, and a roster of a, b and c, each on a node
-    of its own; `spares` wait on those that they are named after."""
+    """The coordinator's parts that have to do with it, and a roster of three replicas: a, b and c,
+    or, where each has more workers, the next letters, too. Each is on a node of its own; `spares`
+    wait on those that they are named after."""
 
     def __init__(
         self,
         root: Path,
         *,
         least: int = 1,
+        each: int = 1,
         spares: Sequence[str] = (),
         health: HealthConfig | None = None,
     ) -> None:
         groups = GroupConfig(
             max_replicas=3,
             min_replicas=least,
-            dims=ParallelDims(),
+            dims=ParallelDims(shard=each),
             lanes=3,
             steps=30,
-            start_workers=3,
+            start_workers=3 * each,
             max_regroups_without_progress=8,
         )
         self.paths = RunPaths(root=root)
@@ -109,11 +112,12 @@ class CoordinatorDesk:
             config, self.membership, self.dispatcher, self.records, agents, snapshots, self.aside
         )
         self.built: dict[str, int] = {}
-        for rank, worker in enumerate(("a", "b", "c", *spares)):
+        seated = ascii_lowercase[: 3 * each]
+        for rank, worker in enumerate((*seated, *spares)):
             identity = Identity(worker=worker, rank=rank, node=worker[0].upper(), pid=rank)
             self.workers.started[worker] = identity
             self.join(worker)
-        for worker in ("a", "b", "c"):
+        for worker in seated:
             self.join(worker, built=self.built[worker])
 
     def lay_out(self, *replicas: str, nodes: Mapping[str, str]) -> None:

@@ -358,6 +358,15 @@ def run_layout(
     return results
 
 
+def assert_same_bits(one: WorkerResult, other: WorkerResult) -> None:
+    """Both have trained and evaluated alike, and have the same parameters."""
+    assert (other.losses, other.norms) == (one.losses, one.norms)
+    assert other.evaluations == one.evaluations
+    assert other.local.keys() == one.local.keys()
+    for name, (_, _, value) in one.local.items():
+        assert torch.equal(other.local[name][2], value), name
+
+
 def full_parameters(workers: Sequence[WorkerResult]) -> dict[str, torch.Tensor]:
     """Puts the slices of a replica's workers together."""
     return _joined([worker.local for worker in workers])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
+from tests.support import watching
 from trainer.backend.groups import make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OptimizerConfig, TrainConfig
@@ -20,6 +20,7 @@ from trainer.replication.step_commit import Commit
 from trainer.tasks.custom import CustomTask
 
 DEADLINE_S = 30.0
+wait_until = partial(watching.wait_until, deadline_s=DEADLINE_S)
 SECRET = b"of the tests' run"
 STATE_BYTES = 3 * 4 * (3 * 2 + 2)
 
@@ -62,14 +63,6 @@ def step_both(giver: Engine, newcomer: Newcomer, taker: Engine, step: int) -> No
         engine.gradient.fill_(step + 1.0)
     giver.apply(step, scale=commit_of(step).scale(0.5))
     newcomer.keep(commit_of(step))
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    """Waits for what has no event to wait for."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def failure_of(newcomer: Newcomer) -> str:

@@ -175,3 +175,10 @@ class Member(QuietLink):
     def outcome(self) -> dict[str, Any]:
         """What is compared of two runs."""
         return {"digest": self.engine.state.digest(), "losses": sorted(self.losses.items())}
+
+
+def train_alone(fabric: Fabric, port: int, *, number: int, steps: int) -> Member:
+    """The undisturbed run: one replica has all lanes."""
+    member = Member(fabric, port, number=number, steps=steps)
+    assert member.run(0, [(0, 1)]) == "finished"
+    return member

@@ -17,7 +17,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from checkpointing import CorruptError, Manifest, Reader, Store, load_manifest, open_store
+from checkpointing import (
+    CorruptError,
+    Manifest,
+    OtherRecordError,
+    Reader,
+    Store,
+    load_manifest,
+    open_store,
+)
 from tests.support.tiny_checkpoint import KEYS, write_state
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
@@ -60,17 +68,21 @@ def full_state(step: int) -> dict[str, torch.Tensor]:
 
 def write_checkpoints(root: Path) -> int:
     """Those of `STEPS`. Returns the bytes of the tensors of one."""
-    state = {"optimizer_steps": 7, "skipped_in_a_row": 1}
     for step in STEPS:
-        write_state(
-            open_store(root),
-            full_state(step),
-            step=step,
-            state=state,
-            segment_bytes=1 << 20,
-            block_bytes=4096,
-        )
+        write_checkpoint(root, step, full_state(step))
     return sum(tensor.nbytes for tensor in full_state(STEPS[0]).values())
+
+
+def write_checkpoint(root: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    """One of `step`, which there is not yet."""
+    write_state(
+        open_store(root),
+        tensors,
+        step=step,
+        state={"optimizer_steps": 7, "skipped_in_a_row": 1},
+        segment_bytes=1 << 20,
+        block_bytes=4096,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +99,10 @@ class Scenario:
     """(replica, rank) that sees a flipped bit in all that it reads."""
     without_record: tuple[int, int] | None = None
     """(replica, rank) that cannot read the commit record."""
+    stray: tuple[int, int] | None = None
+    """(replica, rank) on whose machine other checkpoints lie."""
+    stray_root: str = ""
+    """Where those are."""
     killed: tuple[int, int] | None = None
     """(replica, rank) that dies at its second range read."""
 
@@ -101,6 +117,8 @@ class Tried:
     """Class of what `read_together` returned, or "RuntimeError"."""
     error: str | None
     """Where it was Unreadable."""
+    sha256: str | None
+    """Of the record that this worker opened, where that was another's than the others'."""
     untouched: bool
     """The engine's state was as before when `read_together` returned."""
     equal: bool
@@ -172,7 +190,8 @@ class _Worker:
             device="cpu",
             leave_now=lambda: False,
         )
-        store = open_store(self.scenario.root)
+        stray = self.scenario.stray == self.place
+        store = open_store(self.scenario.stray_root if stray else self.scenario.root)
         watched = WatchedStore(
             store,
             blind=self.scenario.blind == self.place,
@@ -191,10 +210,12 @@ class _Worker:
             pass  # a peer of this worker's own replica is gone
         finally:
             cross.close()
+        error = read.error if isinstance(read, Unreadable) else None
         return Tried(
             step=step,
             outcome=outcome,
-            error=str(read.error) if isinstance(read, Unreadable) and read.error else None,
+            error=str(error) if error else None,
+            sha256=error.sha256 if isinstance(error, OtherRecordError) else None,
             untouched=self.engine.state.digest() == before,
             equal=isinstance(read, Restored) and self._loads(read, step),
             bytes_read=watched.bytes,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from checkpointing import Keys, Reader, load_manifest, open_store, params_sha256
 from elastic.protocol import events
 from elastic.reporting.event_log import read_events, read_steps
 from tests.support import ROOT
+from tests.support.gated_run import saved_weights
 from tests.support.growing_run import STEPS
 from tests.support.hosts import HEAD, Hosts
 
@@ -58,13 +58,11 @@ class PartitionRun:
 
     def of_kind(self, kind: type[E], *, after_s: float = 0.0) -> list[E]:
         """Events later than `after_s`, seconds since the epoch."""
-        path = self.root / "events.jsonl"
-        known = read_events(path) if path.exists() else []
+        known = read_events(self.root / "events.jsonl")
         return [event for event in known if isinstance(event, kind) and event.time > after_s]
 
     def steps(self) -> list[events.StepRecord]:
-        path = self.root / "steps.jsonl"
-        return read_steps(path) if path.exists() else []
+        return read_steps(self.root / "steps.jsonl")
 
     def wait_until(self, what: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -99,21 +97,15 @@ class PartitionRun:
         self.gate.touch()
         assert self.process.wait(PATIENCE_S) == 0, self._log.read_text()[-4000:]
         assert [step.step for step in self.steps()] == list(range(STEPS))
-        assert params_of(self.root) == params_of(self.storage / "whole")
+        runs = (self.root, self.storage / "whole")
+        found, whole = (saved_weights(run / "checkpoints", STEPS) for run in runs)
+        assert found == whole
         assert json.loads((self.storage / "left.json").read_text()) == []
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-
-
-def params_of(root: Path) -> str:
-    """The hash of a finished run's weights."""
-    store = open_store(root / "checkpoints")
-    manifest = load_manifest(store, Keys(), STEPS)
-    names = [name for name in manifest.tensors if name.startswith("param/")]
-    return params_sha256(Reader(store, manifest), names)
 
 
 @contextlib.contextmanager

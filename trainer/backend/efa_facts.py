@@ -45,8 +45,6 @@ class EfaFacts:
     """Of Linux."""
     gpu_driver: Version | None = None
     """NVIDIA's kernel module."""
-    efa_driver: Version | None = None
-    """EFA's kernel module."""
     installer: Version | None = None
     """EFA's installer."""
     libfabric: Version | None = None
@@ -75,7 +73,6 @@ def read_efa(root: Path = Path("/"), packages: Sequence[str] = sys.path) -> EfaF
         devices=tuple(_devices(root / "sys/class/infiniband")),
         kernel=version_in(_text(root / "proc/sys/kernel/osrelease")),
         gpu_driver=version_in(_text(root / "sys/module/nvidia/version")),
-        efa_driver=version_in(_text(root / "sys/module/efa/version")),
         installer=version_in(_text(root / _INSTALLED), r"EFA installer version: "),
         libfabric=_libfabric(root),
         plugin=None if plugin is None else _plugin_version(plugin),

@@ -5,6 +5,8 @@ Everything else is what trains: model, FSDP2, tensor parallelism, lanes, reducti
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -205,14 +207,6 @@ class DryLoop(TrainLoop):
         self._watcher = watch
         super().__init__(*arguments, **more)
 
-    def make_reduction(self) -> Reduction:
+    def make_reduction(self, kind: Callable[..., Reduction] = DryReduction) -> Reduction:
         """See TrainLoop."""
-        return DryReduction(
-            self.cross,
-            self.sums.blocks,
-            self.engine.gradient,
-            self.engine.layout.buckets,
-            exact=self.train.reduction == "exact",
-            dtype=getattr(torch, self.train.reduce_dtype),
-            watch=self._watcher,
-        )
+        return super().make_reduction(partial(kind, watch=self._watcher))

@@ -1,8 +1,8 @@
 """How another process reads a copy that a worker has made (`host_copy.py`). Without torch.
 
 A buffer begins with the number of the copy in it, unique in its process. Whoever reads checks it
-before and after: a buffer that was used again meanwhile, by a worker that took the reader for dead,
-must not be taken for the copy that it held.
+before and after, and before others may see what was made of it: a buffer that was used again
+meanwhile, by a worker that took the reader for dead, must not be taken for the copy that it held.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ def open_copy(pid: int, fd: int, number: int) -> Iterator[memoryview]:
         memory = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
     finally:
         os.close(file)
-    _check(memory, pid, number)
-    yield memoryview(memory)[HEADER_BYTES:]
-    _check(memory, pid, number)
+    copy = memoryview(memory)[HEADER_BYTES:]
+    check_copy(copy, pid, number)
+    yield copy
+    check_copy(copy, pid, number)
 
 
-def _check(memory: mmap.mmap, pid: int, number: int) -> None:
-    (found,) = _NUMBER.unpack_from(memory, 0)
+def check_copy(copy: memoryview, pid: int, number: int) -> None:
+    """Raises CopyGoneError where `copy`, as `open_copy` has yielded it, is not copy `number` any
+    more. What was read of it until now is, where this returns."""
+    (found,) = _NUMBER.unpack_from(copy.obj, 0)
     if found != number:
         raise CopyGoneError(f"process {pid} has copy {found} in the place of copy {number}")

@@ -114,7 +114,9 @@ def _product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
 def _product_on_cpu(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
     """The same: each product of two numbers of 8 bits is exact in float32, and so is a scale."""
     product = a.data.float() @ b.data.float().t()
-    return product.mul_(a.inverse).mul_(b.inverse).to(dtype)
+    return (product * (a.inverse * b.inverse)).to(
+        dtype
+    )  # it may be kept for backward: not in place
 
 
 def _scaled_weight(w_NK: torch.Tensor) -> Scaled:

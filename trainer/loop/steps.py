@@ -17,7 +17,7 @@ is told of the commit, and applies the step (docs/decisions/031).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -280,9 +280,13 @@ class TrainLoop:
             loss_sum = torch.zeros_like(loss_sum)
         self.sums.close(lane, stats, loss_sum)
 
-    def make_reduction(self) -> Reduction:
-        """The sum of the lanes' gradients over the replicas into the engine's gradient."""
-        return Reduction(
+    def make_reduction(self, kind: Callable[..., Reduction] = Reduction) -> Reduction:
+        """The sum of the lanes' gradients over the replicas into the engine's gradient.
+
+        Args:
+            kind: makes it.
+        """
+        return kind(
             self.cross,
             self.sums.blocks,
             self.engine.gradient,

@@ -27,7 +27,11 @@ import trainer.parallel.context.ring  # noqa: F401  its operators
 Recompute = Literal["full", "selective"] | int
 """See `TrainConfig.recompute`."""
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,  # in 8 bits, on GPUs
+)
 _KEPT = (
     torch.ops.elastic.ring_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,

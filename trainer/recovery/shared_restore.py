@@ -9,6 +9,10 @@ The workers with the same (shard, tensor) need the same bytes. Each reads its sh
     hand      each share from its reader to all, a buffer at a time
     compare   the copies; agree inside the replica
 
+Each opens the record of the step for itself, and all must have opened the same: below a mount that
+is missing on one node an old copy of the store may lie, and all CRCs of that are right. The votes
+carry what tells records apart, and so does the agreement inside the replica.
+
 Until then the model is not touched. Both answers, "it cannot be read" and "a peer is gone", are
 taken by a replica's workers together, and the first by all replicas.
 """
@@ -23,7 +27,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpointing import Box, CheckpointError, Reader, Rows, TensorSlice, plan_places, plan_shares
+from checkpointing import (
+    Box,
+    CheckpointError,
+    OtherRecordError,
+    Reader,
+    Rows,
+    TensorSlice,
+    plan_places,
+    plan_shares,
+)
 from checkpointing.format.cutting import pack
 from checkpointing.read.assignment import LEAST_BYTES
 from trainer.engine.engine import Engine
@@ -35,6 +48,9 @@ BUFFER_BYTES = 64 << 20
 
 _BATCH_BYTES = 512 << 20
 """Read between two looks at whether this worker is called away."""
+
+_MARK_DIGITS = 13
+"""Hex digits of a record's SHA-256 that are compared: what a float64 holds."""
 
 Saved = tuple[Reader, Mapping[str, Any]]
 """A saved state: its tensors, and the training state beside them."""
@@ -54,7 +70,8 @@ class Restored:
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """No worker that tried can read some part; all replicas know."""
+    """No worker that tried can read some part, or not all have opened the same; all replicas
+    know."""
 
     error: CheckpointError | None
     """Why, on the workers that tried."""
@@ -84,7 +101,13 @@ def read_together(
         part.get()
     except CrossGroupLost:
         lost = True
-    unreadable, gone = engine.sum_in_replica([float(part.unreadable), float(lost)])
+    (first,) = engine.hand_out([float(part.mark)])
+    other = bool(first and part.mark and first != part.mark)
+    votes = [float(part.unreadable), float(lost), float(other)]
+    unreadable, gone, others = engine.sum_in_replica(votes)
+    if others and not (unreadable or gone):
+        part.refuse()
+        unreadable = others
     if unreadable:
         return Unreadable(error=part.error)
     return None if gone else part.restored()
@@ -154,6 +177,8 @@ class _Part:
         self._numbers = (0, 0)
         self.unreadable = False
         self.error: CheckpointError | None = None
+        self.mark = 0
+        """Tells the record that these workers have opened from others; 0: none was read."""
 
     def get(self) -> None:
         """Fills the staging, or notes that it cannot be done.
@@ -164,11 +189,11 @@ class _Part:
         cross = self._cross
         read = self._votes(self._read([cross.rank]))
         readers = plan_readers(read)
-        if not all(read):
+        if not all(read) and not self.unreadable:
             second = [p for p, reader in enumerate(readers) if not read[p] and reader == cross.rank]
             # A replica that is alone has nobody else to ask.
             had = cross.size > 1 and (not second or self._read(second))
-            self.unreadable = not all(self._votes(had))
+            self.unreadable = not all(self._votes(had)) or self.unreadable
         if self.unreadable:
             return
         self._numbers = self._training_state()
@@ -182,8 +207,25 @@ class _Part:
         steps, skipped = self._numbers
         return Restored(values=values, optimizer_steps=steps, skipped_in_a_row=skipped)
 
+    def refuse(self) -> None:
+        """Notes that not all workers have opened the same record."""
+        self.unreadable = True
+        if self._sha256 is not None and self._saved is not None:
+            self.error = OtherRecordError(self._saved[0].manifest.step, self._sha256)
+
+    @property
+    def _sha256(self) -> str | None:
+        """Of the record that this worker has read; the coordinator hands out those of snapshots."""
+        return None if self._saved is None else self._saved[0].manifest.read_sha256
+
     def _votes(self, read: bool) -> list[bool]:
-        return [vote == 1 for vote in self._cross.gather_numbers(int(read))]
+        mine = int((self._sha256 or "0")[:_MARK_DIGITS], 16)
+        told = [vote or 0 for vote in self._cross.gather_numbers(2 * mine + read)]
+        marks = {vote // 2 for vote in told} - {0}
+        self.mark = max(marks, default=0)
+        if len(marks) > 1:
+            self.refuse()
+        return [vote % 2 == 1 for vote in told]
 
     def _read(self, positions: Sequence[int]) -> bool:
         """Reads the shares of `positions`. Returns whether that went well."""

@@ -30,6 +30,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.order import mix
 from trainer.errors import ConfigError
 from trainer.replication.witnesses import WITNESSES, Drawn
 
@@ -136,15 +137,8 @@ def sample_digest(ids: NDArray[np.int64], first: int) -> int:
         first: position of the first of them in the step.
     """
     positions = np.arange(first, first + len(ids), dtype=np.uint64)
-    hashed = _mix(_mix(positions + _GOLDEN) ^ ids.astype(np.uint64)) >> np.uint64(64 - DIGEST_BITS)
+    hashed = mix(mix(positions + _GOLDEN) ^ ids.astype(np.uint64)) >> np.uint64(64 - DIGEST_BITS)
     return int(hashed.sum())
-
-
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64. Source: Steele, Lea and Flood, OOPSLA 2014."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def pack(

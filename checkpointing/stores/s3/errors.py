@@ -61,12 +61,22 @@ _ALIASES = {
     "Forbidden": "AccessDenied",
     "301": "PermanentRedirect",
     "404": "NoSuchKey",
+    "408": "RequestTimeout",
     "NotFound": "NoSuchKey",
     "412": "PreconditionFailed",
     "416": "InvalidRange",
     "ExpiredTokenException": "ExpiredToken",
 }
-_SLOW = {"SlowDown", "503", "RequestLimitExceeded", "Throttling", "ThrottlingException"}
+_SLOW = {
+    "SlowDown",
+    "503",
+    "429",
+    "TooManyRequests",
+    "RequestLimitExceeded",
+    "Throttling",
+    "ThrottlingException",
+    "KMS.ThrottlingException",
+}
 _RETRY = {
     DIGEST: "bytes changed on their way",
     "InvalidDigest": "bytes changed on their way",
@@ -76,7 +86,21 @@ _RETRY = {
     "RequestTimeout": "the request took too long to arrive",
     "IncompleteBody": "the request was cut off",
 }
-_SLOW_FACT = "S3 asked to slow down (503); save less often, or raise S3Config.timeout_s"
+_SETTINGS = (
+    boto.ParamValidationError,
+    boto.NoRegionError,
+    boto.ConfigNotFound,
+    boto.ConfigParseError,
+    boto.InvalidConfigError,
+    boto.ProfileNotFound,
+    boto.UnknownCredentialError,
+    boto.RefreshWithMFAUnsupportedError,
+    boto.MissingDependencyException,
+)
+"""What boto3 raises of its own, before it asks anybody; asked again it says the same."""
+
+_SETTINGS_FACT = "boto3 cannot ask; check S3Config, the environment and ~/.aws on this node"
+_SLOW_FACT = "S3 asked to slow down; save less often, or raise S3Config.timeout_s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +131,12 @@ def read_failure(error: BaseException) -> Failure:
         (boto.NoCredentialsError, "NoCredentials"),
         (boto.PartialCredentialsError, "NoCredentials"),
         (boto.TokenRetrievalError, "ExpiredToken"),
+        (boto.SSOError, "ExpiredToken"),
     ):
         if isinstance(error, kind):
             return decide_failure(code, 0)
+    if isinstance(error, _SETTINGS):
+        return Failure(code=type(error).__name__, answer="refused", fact=_SETTINGS_FACT)
     # Every connection that breaks in TLS is an SSLError, too; only a certificate stays as it is.
     if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
         return decide_failure("SSL", 0)
@@ -130,10 +157,11 @@ def decide_failure(
         skew_s: by how much this node's clock is ahead of the server's, where that is known.
     """
     code = _ALIASES.get(code, code)
-    if code in _SLOW or (status == 503 and code not in _RETRY):
+    if code in _SLOW or (status in (429, 503) and code not in _RETRY):
         return Failure(code=code, answer="slow", fact=_SLOW_FACT)
-    if code in _RETRY:
-        return Failure(code=code, answer="retry", fact=_RETRY[code])
+    if code in _RETRY or status == 408:
+        fact = _RETRY.get(code, _RETRY["RequestTimeout"])
+        return Failure(code=code, answer="retry", fact=fact)
     if status >= 500 or code in ("InternalError", "ServiceUnavailable"):
         return Failure(code=code, answer="retry", fact=f"S3 failed ({code})")
     fact = _REFUSED.get(code, f"S3 refused ({code})")

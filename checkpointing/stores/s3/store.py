@@ -2,9 +2,9 @@
 
     S3Store.put            ── upload.py      one PUT, or a multipart upload; CRC32s of our own
     S3Store.put_if_absent                    PUT with If-None-Match: *, always a single one
-      └─ S3Client.ask      ── s3_client.py   retries, deadline
+      └─ S3Client.ask      ── client.py      retries, deadline
            ├─ Pacer        ── pace.py        the node's pace, shared by its processes
-           └─ read_failure ── s3_errors.py   what an answer means
+           └─ read_failure ── errors.py      what an answer means
 
 An object appears whole or not at all: that is S3's own promise for both kinds of upload. A writer
 that is killed leaves parts of a multipart upload, which no listing of objects shows and which are

@@ -22,6 +22,9 @@ from moto.server import ThreadedMotoServer
 
 from tests.support.fakes.s3_server import CREDENTIALS
 
+_NEVER = "i-00000000000000000"
+"""Of an instance that there never was."""
+
 TAG = {"Key": "cluster", "Value": "llama"}
 
 
@@ -36,6 +39,8 @@ class Cloud:
     def __init__(self, moto: str) -> None:
         self.refuse: dict[str, str] = {}
         """Subnet, or "" for requests without one -> error code of RunInstances there."""
+        self.forgotten: set[str] = set()
+        """Instances that have ended so long ago that EC2 knows nothing of them any more."""
         self.launches: list[dict[str, str]] = []
         """The parameters of every RunInstances, as they came."""
         self.reboots: list[str] = []
@@ -133,6 +138,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         server: Any = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        for instance in server.cloud.forgotten:
+            body = body.replace(instance.encode(), _NEVER.encode())
         asked = {name: values[0] for name, values in parse_qs(body.decode()).items()}
         server.cloud.calls.add(f"{_service(self.headers['Authorization'])}:{asked['Action']}")
         if asked["Action"] == "RunInstances":
@@ -143,7 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         if asked["Action"] == "RebootInstances":
             server.cloud.reboots.append(asked["InstanceId.1"])
         upstream = http.client.HTTPConnection(server.upstream, timeout=60)
-        upstream.request("POST", urlsplit(self.path).path, body, dict(self.headers.items()))
+        headers = {**self.headers, "Content-Length": str(len(body))}
+        upstream.request("POST", urlsplit(self.path).path, body, headers)
         answer = upstream.getresponse()
         self._send(answer.status, answer.read())
         upstream.close()

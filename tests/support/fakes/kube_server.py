@@ -1,5 +1,6 @@
 """Kubernetes' API on this machine, over TLS, as far as nodes and pods go: merge patches, 404, 409,
-401 without the token of the moment, 403 for what a role does not have.
+401 without the token of the moment, 403 for what a role does not have, and what a server in trouble
+answers.
 
     with kube_server(folder) as kube:
         kube.nodes["n1"] = {...}
@@ -37,6 +38,10 @@ class Kube:
         """Of the one namespace."""
         self.conflicts = 0
         """So many changes more end with 409."""
+        self.refusals: list[tuple[str, int]] = []
+        """Verb and status of answers to come, each once; 0: the line breaks."""
+        self.retry_after: str | None = None
+        """What these say in the header of that name."""
         self.forbidden: set[tuple[str, str]] = set()
         """Verb and kind that the role lacks, such as ("DELETE", "pods")."""
         self.calls: list[str] = []
@@ -109,6 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers["Authorization"] != f"Bearer {kube.token}":
             return self._fail(401, "Unauthorized")
+        if kube.refusals and kube.refusals[0][0] == self.command:
+            _, code = kube.refusals.pop(0)
+            return self._fail(code, "Refused") if code else None
         found = re.fullmatch(
             rf"/api/v1/(?:namespaces/{NAMESPACE}/(pods)|(nodes))(?:/([\w.-]+))?", parts.path
         )
@@ -152,6 +160,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        retry_after: str | None = self.server.kube.retry_after  # type: ignore[attr-defined]
+        if code in (429, 503) and retry_after is not None:
+            self.send_header("Retry-After", retry_after)
         self.end_headers()
         self.wfile.write(body)
 

@@ -16,10 +16,19 @@ class Metadata(http.server.BaseHTTPRequestHandler):
     looks_before_notice = 0
     looks_throttled = 0
     """Of those with a token, after the first."""
+    tokens_withheld = 0
+    """Asked for, and without an answer: it goes no further than the hop limit. The last but one is
+    told nonsense."""
     looks = tokens = 0
 
     def do_PUT(self) -> None:
         assert self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+        if self.tokens_withheld:
+            type(self).tokens_withheld -= 1
+            self.close_connection = True
+            if self.tokens_withheld == 1:
+                self.wfile.write(b"nonsense\r\n")
+            return
         type(self).tokens += 1
         self._answer(200, f"token-{self.tokens}".encode())
 

@@ -14,6 +14,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from checkpointing import S3Config
 from checkpointing.stores.s3.pace import shared_file
 from tests.support.fakes.s3_faults import FaultServer
 
@@ -55,6 +56,13 @@ def faulty_s3_server() -> Iterator[FaultServer]:
     with s3_server() as endpoint, FaultServer(endpoint) as faults:
         yield faults
         forget_pace(faults.url)
+
+
+def open_uploads(config: S3Config) -> list[str]:
+    """Keys of the multipart uploads below the prefix that are neither complete nor aborted."""
+    client = boto3.client("s3", endpoint_url=config.endpoint_url)
+    answer = client.list_multipart_uploads(Bucket=config.bucket, Prefix=config.prefix)
+    return [entry["Key"] for entry in answer.get("Uploads", ())]
 
 
 def forget_pace(endpoint: str) -> None:

@@ -15,7 +15,7 @@ from benchmarks._chaos import (
     parse_layouts,
 )
 from elastic.coordinator.fault_injection import TOGETHER_S
-from elastic.protocol.faults import check_faults, parse_faults
+from elastic.protocol.faults import RECOVERY_PHASES, check_faults, parse_faults
 from health.progress import SOON
 
 SEEDS = range(300)
@@ -52,6 +52,14 @@ def test_everything_is_drawn() -> None:
     phases = {f.phase for s in schedules for f in s.faults}
     assert {"heal_source", "heal_target", "build", "checkpoint", "shutdown"} <= phases
     assert any(f.spare for s in schedules for f in s.faults)
+
+
+def test_faults_come_alone_in_twos_and_in_recoveries() -> None:
+    plans = [draw_schedule(seed, resize=True, plain=True).faults for seed in range(50)]
+    assert len(set(plans)) > 40
+    drawn = [fault for plan in plans for fault in plan]
+    assert {len(fault.workers) for fault in drawn} == {0, 1, 2}  # a spare has no number
+    assert any(fault.phase in RECOVERY_PHASES for fault in drawn)
 
 
 def test_who_waits_for_the_soak_is_not_taken_for_one_that_hangs() -> None:

@@ -20,6 +20,7 @@ ALL = [
     errors.StaleGenerationError(7, 1, 9, 2),
     errors.ProtectedError(7, "it is pinned", "Unpin it first"),
     errors.IncompatibleError("w", "absent", 3),
+    errors.OtherRecordError(7, "ab" * 32),
 ]
 
 

@@ -15,6 +15,7 @@ ALL = [
     errors.WebhookError("the webhook at example.org", "HTTP status 503", "Look at its URL"),
     errors.WebhookRefusedError("the webhook at example.org", "HTTP status 404", "Look at its URL"),
     errors.RunGoesOnError("run_config.name", "run", "run.lock is locked", "Wait for it"),
+    errors.ProviderAwayError("PATCH /api/v1/nodes/n1", "HTTP Error 429", "Look at its API server"),
     errors.ReplaceError("i-0123", "no instance of this id has the tag a=b", "Look at the tags"),
     errors.NoCapacityError("i-0123", "no capacity in subnet-1", "Add subnets"),
 ]

@@ -203,6 +203,7 @@ class Nvml(SimpleNamespace):
     NVML_SUCCESS = 0
     NVML_VALUE_TYPE_UNSIGNED_INT = 1
     NVML_NVLINK_MAX_LINKS = 18
+    NVML_FEATURE_ENABLED = 1
 
     def __getattr__(self, name: str) -> Any:
         return refuse if name.startswith("nvmlDevice") else name
@@ -260,6 +261,43 @@ def test_what_a_gpu_has_is_read_and_the_rest_is_left_out() -> None:
         "nvlink_recoveries": 3.0,
         "recovery_action": 0.0,
     }
+
+
+def test_the_nvlinks_of_gpus_before_blackwell_are_asked_one_by_one() -> None:
+    """Those have no field of errors, and Blackwell has no other counters. A link that is down is
+    not asked; nor is found out anew, at each look, which way works."""
+    counters = {
+        ("NVML_NVLINK_ERROR_DL_REPLAY", 0): 4,
+        ("NVML_NVLINK_ERROR_DL_CRC_FLIT", 11): 2,
+        ("NVML_NVLINK_ERROR_DL_RECOVERY", 11): 1,
+    }
+    calls: list[str] = []
+
+    def unknown_fields(handle: str, asked: Sequence[Any]) -> list[SimpleNamespace]:
+        calls.append("fields")
+        return [SimpleNamespace(nvmlReturn=3) for _ in asked]
+
+    def state(handle: str, link: int) -> int:
+        calls.append("state")
+        return refuse() if link >= 12 else int(link != 5)
+
+    def count(handle: str, link: int, counter: str) -> int:
+        assert link < 12 and link != 5
+        calls.append(counter)
+        return refuse() if counter.endswith("CRC_DATA") else counters.get((counter, link), 0)
+
+    a100 = gpus(
+        nvmlDeviceGetFieldValues=unknown_fields,
+        nvmlDeviceGetNvLinkState=state,
+        nvmlDeviceGetNvLinkErrorCounter=count,
+    )
+    nothing_new = {"lost": 0.0, "nvlink_errors": 6.0, "nvlink_recoveries": 1.0}
+    assert [one.values for one in a100.read(5.0)] == [nothing_new]
+    calls.clear()
+    counters["NVML_NVLINK_ERROR_DL_REPLAY", 0] = 5
+    assert [one.values for one in a100.read(10.0)] == [{**nothing_new, "nvlink_errors": 7.0}]
+    assert calls.count("fields") == 1, "of the recovery action"
+    assert "state" not in calls and calls.count("NVML_NVLINK_ERROR_DL_RECOVERY") == 11
 
 
 def test_of_a_gpu_that_is_lost_nothing_else_is_said() -> None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from health.standing import MOST, Standing
 from health.verdict import Sign, sign_from_json
@@ -64,6 +67,24 @@ def test_what_is_decisive_is_heard_in_a_storm() -> None:
     lost = replace(READ, name="gpu_lost", decisive=True)
     assert standing.take([READ, lost], 5.0)
     assert standing.signs[MOST:] == [lost]
+
+
+@pytest.mark.parametrize(
+    "storm",
+    [
+        {"name": "efa_retrans_pkts", "source": "reading", "role": "confirmation"},
+        {"name": "efa_peer_unresponsive", "source": "log", "role": "root"},
+    ],
+)
+def test_a_storm_of_the_network_hides_no_gpu(storm: dict[str, Any]) -> None:
+    """As of 32 EFA devices that retransmit, with two counters each, and go on to; the kernel's line
+    is read once."""
+    standing = Standing()
+    link = replace(READ, cause="link", subject="link", **storm)
+    links = [replace(link, of=str(number), peer=str(number)) for number in range(64)]
+    standing.take(links, 0.0)
+    assert standing.take([*links, READ, LINE], 5.0)
+    assert standing.signs[MOST:] == [READ, LINE]
 
 
 def test_a_sign_goes_to_json_and_back_and_fields_of_other_versions_are_passed_by() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from health.suspects import Mark, add_mark, from_json, is_suspect, score, to_json
+from health.suspects import REBOOTED, Mark, Record, add_mark, from_json, is_suspect, score, to_json
 
 DAY_S = 86_400.0
 NOW = 1_000_000_000.0
@@ -34,6 +34,14 @@ def test_all_workers_of_a_machine_are_lost_with_it_and_count_once() -> None:
     record = add_mark(record, "m", mark(5, 1.0, "node"))
     record = add_mark(record, "m", mark(4, 0.3, "gpu_error"))
     assert [(one.cause, one.weight) for one in record["m"]] == [("link", 1.0), ("node", 1.0)]
+
+
+def test_a_reboot_is_no_part_of_an_incident() -> None:
+    causes = ["gpu_error", REBOOTED, "gpu_error"]
+    record: Record = {}
+    for ago_s, cause in zip((3, 2, 1), causes, strict=True):
+        record = add_mark(record, "m", mark(ago_s, 1.0, cause))
+    assert [one.cause for one in record["m"]] == causes
 
 
 def test_what_is_too_old_is_dropped_of_every_machine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 
 import pytest
@@ -20,6 +21,7 @@ from trainer.errors import (
     NonFiniteError,
     TrainerError,
     blame,
+    describe,
 )
 from trainer.loop.samples import LedgerError
 
@@ -92,3 +94,17 @@ def test_a_non_finite_error_shows_the_first_sixteen_samples(count: int, shown: s
 
 def test_a_ledger_error_names_step_and_lane() -> None:
     assert "step 12, lane 3" in str(LedgerError(12, 3))
+
+
+def test_what_is_said_of_an_error_can_be_written_anywhere() -> None:
+    """Ray's `sys.stderr` raises at what is no UTF-8, as in the names of files: a worker that said
+    so before it ended did not end."""
+    name = os.fsdecode(b"caf\xe9.png")
+    with pytest.raises(UnicodeEncodeError):
+        name.encode()
+    try:
+        raise ValueError(f"cannot decode {name}")
+    except ValueError as error:
+        said = describe(error)
+    assert said.encode().decode().endswith("ValueError: cannot decode caf\\udce9.png\n")
+    assert describe(ConfigError(name, 0, "unknown", "Rename it")).startswith("caf\\udce9.png = 0")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import builtins
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,11 @@ from checkpointing import (
     Keys,
     NotCommittedError,
     Reader,
+    StoreUnavailableError,
+    Survey,
     Surveyor,
     TensorSlice,
+    claim_for_import,
     commit,
     delete_checkpoint,
     list_steps,
@@ -20,11 +25,12 @@ from checkpointing import (
     newest,
     note_verified,
     plan_retention,
+    plan_segments,
     retire,
     set_aside,
-    sweep_uncommitted,
     write_slices,
 )
+from checkpointing.retention.retire import sweep_uncommitted
 from checkpointing.stores.local import LocalStore
 
 KEYS = Keys()
@@ -44,6 +50,10 @@ def write(store: LocalStore, step: int, *, attempt: int = 0, publish: bool = Tru
         commit(
             store, KEYS, step=step, generation=0, receipts=[receipt], training_state={}, versions={}
         )
+
+
+def sweep(store: LocalStore, older_than_step: int) -> list[str]:
+    return sweep_uncommitted(Surveyor(store=store, keys=KEYS), older_than_step)
 
 
 def test_rules() -> None:
@@ -89,7 +99,7 @@ def test_delete_begins_with_the_manifest(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     assert list_steps(store, KEYS) == [20]
     (left,) = [key for key in store.list("d/") if "000000000010" in key]
-    assert sweep_uncommitted(store, KEYS, 20) == [left, KEYS.claim(10)]
+    assert sweep(store, 20) == [left, KEYS.claim(10)]
 
 
 def test_sweep_takes_only_old_uncommitted_data(tmp_path: Path) -> None:
@@ -107,9 +117,9 @@ def test_sweep_takes_only_old_uncommitted_data(tmp_path: Path) -> None:
     store.put(record, [b"half a manifest"])
     store.put("notes/readme", [b"not ours"])
 
-    assert sweep_uncommitted(store, KEYS, 15) == sorted([dead, part])
-    assert sweep_uncommitted(store, KEYS, 10**6) == sorted([never, record])
-    assert sweep_uncommitted(store, KEYS, 10**6) == []
+    assert sweep(store, 15) == sorted([dead, part])
+    assert sweep(store, 10**6) == sorted([never, record])
+    assert sweep(store, 10**6) == []
     assert list_steps(store, KEYS) == [10, 30]
     assert [KEYS.step_of(key) for key in store.list("d/")] == [10, 30, 40]
     last = newest(store, KEYS)
@@ -125,15 +135,15 @@ def test_a_pin_under_way_is_no_rubbish(tmp_path: Path) -> None:
         write(store, step)
     pinning = KEYS.claim(10) + ".0f.part"
     store.put(pinning, [b"pinned"])
-    assert sweep_uncommitted(store, KEYS, 30) == []
+    assert sweep(store, 30) == []
     delete_checkpoint(store, KEYS, 10)
-    assert sweep_uncommitted(store, KEYS, 30) == [pinning]
+    assert sweep(store, 30) == [pinning]
 
 
 def test_sweep_without_a_checkpoint_takes_nothing(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     write(store, 10, publish=False)
-    assert sweep_uncommitted(store, KEYS, 10**6) == []
+    assert sweep(store, 10**6) == []
     assert len(store.list("d/")) == 1
 
 
@@ -142,9 +152,9 @@ def test_unreadable_manifest_guards_its_step_until_deleted(tmp_path: Path) -> No
     write(store, 10)
     write(store, 20)
     store.put(KEYS.commit(10), [b'{"schema": 99}'])
-    assert sweep_uncommitted(store, KEYS, 20) == []
+    assert sweep(store, 20) == []
     delete_checkpoint(store, KEYS, 10)
-    assert len(sweep_uncommitted(store, KEYS, 20)) == 1
+    assert len(sweep(store, 20)) == 1
     assert all("000000000020" in key for key in store.list(""))
 
 
@@ -169,6 +179,111 @@ def test_what_the_run_went_back_for_guards_its_own_segments_alone(tmp_path: Path
         [50, 100, 110],
         [110, 120],
     ]
+
+
+class Listed(LocalStore):
+    """Counts how often all segments were listed."""
+
+    times = 0
+
+    def list(self, prefix: str) -> builtins.list[str]:
+        self.times += prefix == KEYS.data
+        return super().list(prefix)
+
+
+def test_all_segments_are_listed_only_where_what_protected_some_is_gone(tmp_path: Path) -> None:
+    """A run deletes what a record refers to with it. What somebody else takes away is noticed."""
+    store = Listed(tmp_path)
+    surveyor = Surveyor(store=store, keys=KEYS)
+
+    def steps_after(step: int) -> tuple[list[int | None], int]:
+        before = store.times
+        write(store, step)
+        retire(surveyor, keep_last=2, keep_every=100, up_to_step=step)
+        times = store.times - before
+        return [KEYS.step_of(key) for key in LocalStore(tmp_path).list("d/")], times
+
+    assert steps_after(100) == ([100], 1)
+    assert steps_after(101) == ([100, 101], 0)
+    assert steps_after(102) == ([100, 101, 102], 0)
+    assert steps_after(103) == ([100, 102, 103], 0)
+    store.delete(KEYS.commit(100))  # by hand
+    assert steps_after(104) == ([103, 104], 1)
+    store.put(KEYS.commit(103) + ".foreign", [store.get(KEYS.commit(103))])
+    assert steps_after(105) == ([103, 104, 105], 0)
+    assert steps_after(106) == ([103, 105, 106], 0)
+    store.delete(KEYS.commit(103) + ".foreign")
+    assert steps_after(107) == ([106, 107], 1)
+    store.put(KEYS.commit(107), [b"{"])
+    surveyor.forget(107)  # as one that is damaged before it is read
+    assert steps_after(108) == ([106, 107, 108], 1)
+    assert steps_after(109) == ([108, 109], 1), "it had protected those of 106, too"
+    assert steps_after(110) == ([109, 110], 0)
+
+
+def test_a_deletion_that_failed_is_finished_by_the_next_retention(tmp_path: Path) -> None:
+    class Refuses(LocalStore):
+        refused = False
+
+        def delete_many(self, keys: Iterable[str]) -> None:
+            if self.refused:
+                self.refused = False
+                raise StoreUnavailableError("d/", None, "no answer")
+            super().delete_many(keys)
+
+    store = Refuses(tmp_path)
+    surveyor = Surveyor(store=store, keys=KEYS)
+    write(store, 10)
+    retire(surveyor, keep_last=1, keep_every=10, up_to_step=10)
+    write(store, 15)
+    store.put(KEYS.commit(15), [b"{"])  # nobody knows what it referred to
+    write(store, 20)
+    store.refused = True
+    with pytest.raises(StoreUnavailableError):
+        retire(surveyor, keep_last=1, keep_every=10, up_to_step=20)
+    assert not store.refused and list_steps(store, KEYS) == [10, 20]
+    assert [KEYS.step_of(key) for key in store.list("d/")] == [10, 15, 20]
+    write(store, 30)
+    assert retire(surveyor, keep_last=1, keep_every=10, up_to_step=30) == []
+    assert [KEYS.step_of(key) for key in store.list("d/")] == [10, 20, 30]
+
+
+def test_a_claim_of_an_import_that_is_gone_leaves_its_segments_to_the_next(tmp_path: Path) -> None:
+    store = Listed(tmp_path)
+    surveyor = Surveyor(store=store, keys=KEYS)
+    times = []
+    with claim_for_import(store, KEYS, 15):
+        for step in (10, 20, 30):
+            write(store, step)
+            write(store, 15, publish=False)
+            retire(surveyor, keep_last=1, keep_every=None, up_to_step=step)
+            times.append(store.times)
+        assert [KEYS.step_of(key) for key in store.list("d/")] == [15, 30]
+    for step in (40, 50):
+        write(store, step)
+        before = store.times
+        retire(surveyor, keep_last=1, keep_every=None, up_to_step=step)
+        times.append(store.times - before)
+    assert times == [1, 1, 1, 1, 0]
+    assert [KEYS.step_of(key) for key in LocalStore(tmp_path).list("d/")] == [50]
+
+
+def test_a_plan_looks_only_at_records_that_may_refer_to_what_goes() -> None:
+    class Watched(dict[int, frozenset[str]]):
+        def __getitem__(self, step: int) -> frozenset[str]:
+            looked.append(step)
+            return super().__getitem__(step)
+
+    def segment(step: int) -> str:
+        return KEYS.segment(rank=0, step=step, generation=0, attempt=0, index=0)
+
+    looked = list[int]()
+    frozen = segment(1)
+    records = {step: frozenset([frozen, segment(step)]) for step in range(1, 1001)}
+    gone = records.pop(998)
+    rest = Survey(segments=Watched(records), unreadable=frozenset())
+    assert plan_segments(gone, rest, KEYS) == [segment(998)]
+    assert sorted(looked) == [1, 999, 1000]
 
 
 def test_a_record_that_was_set_aside_is_read_once(tmp_path: Path) -> None:

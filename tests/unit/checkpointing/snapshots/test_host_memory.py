@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
+import signal
 import stat
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -112,12 +115,17 @@ def test_what_other_runs_have_left_is_named(tmp_path: Path, folder: Path) -> Non
     assert str(folder) + " (" not in str(full.value)
 
 
+def most_of_what_is_free(folder: Path) -> int:
+    """There is room for one that needs so many bytes."""
+    space = os.statvfs(folder)
+    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    return int(0.7 * (free - host_memory.LEAVE_FREE * total))
+
+
 def test_writers_count_what_others_are_about_to_write(folder: Path) -> None:
     """They begin together: what one will take is not taken yet when the next one looks."""
     store = open_memory(folder, NODE)
-    space = os.statvfs(folder)
-    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
-    share = int(0.7 * (free - host_memory.LEAVE_FREE * total))  # there is room for one of them
+    share = most_of_what_is_free(folder)
     with hold_room(store, share) as first:
         second = hold_room(store, share)
         with pytest.raises(StoreUnavailableError, match="what is being written there"), second:
@@ -126,8 +134,39 @@ def test_writers_count_what_others_are_about_to_write(folder: Path) -> None:
         first.put("d/x", [chunk, chunk])
         assert first.left_bytes == share - (2 << 20)
         assert store.size("d/x") == 2 << 20
+        (note,) = store.root.glob("room-*")
+        assert host_memory._left_bytes(note) == first.left_bytes, "others are told"
     with hold_room(store, share):
         pass
+    assert store.list("") == ["d/x"]
+
+
+def hold_and_wait(said: Connection, folder: Path, needed_bytes: int) -> None:
+    """The node's other process."""
+    with hold_room(open_memory(folder, NODE), needed_bytes):
+        said.send("held")
+        signal.pause()
+
+
+def test_the_processes_of_a_node_count_each_other_and_no_dead_one(folder: Path) -> None:
+    """One writes the node's own parts, one the copies of another node's."""
+    store = open_memory(folder, NODE)
+    share = most_of_what_is_free(folder)
+    context = multiprocessing.get_context("fork")
+    said, says = context.Pipe(duplex=False)
+    other = context.Process(target=hold_and_wait, args=(says, folder, share), daemon=True)
+    other.start()
+    try:
+        assert said.poll(60.0) and said.recv() == "held"
+        beside = hold_room(store, share)
+        with pytest.raises(StoreUnavailableError, match="what is being written there"), beside:
+            pass
+    finally:
+        other.kill()
+        other.join()
+    with hold_room(store, share):
+        pass
+    assert store.list("") == [], "what the killed one noted is gone"
 
 
 def test_a_new_snapshot_replaces_the_one_before(folder: Path) -> None:
@@ -154,10 +193,21 @@ def test_sweeping_spares_only_what_it_is_told_to(folder: Path) -> None:
     two = write(store, 2)
     settle_snapshot(store, two)
     write(store, 4)
-    sweep_snapshots(store, 4, two)
+    sweep_snapshots(store, 4, 1, two)
     assert set(store.list("")) == {Keys().commit(2), *two.segments}
-    sweep_snapshots(store, 2, None)
+    sweep_snapshots(store, 2, 1, None)
     assert store.list("") == []
+
+
+def test_a_late_sweep_spares_what_the_run_does_again(folder: Path) -> None:
+    """The run went back to step 2, and is at 4 once more when its old generation sweeps 5."""
+    store = open_memory(folder, NODE)
+    two = write(store, 2)
+    settle_snapshot(store, two)
+    write(store, 5)
+    again = write(store, 4, generation=2)
+    sweep_snapshots(store, 5, 1, two)
+    assert set(store.list("")) == {Keys().commit(2), *two.segments, *again.segments}
 
 
 def test_what_the_run_went_back_for_makes_room(folder: Path) -> None:
@@ -184,6 +234,34 @@ def test_stock_is_what_can_be_read(folder: Path) -> None:
     assert found.manifests == (two,)
     assert all(found.has(s.key, s.size_bytes) for s in two.segments.values())
     assert not found.has("d/nowhere", 1)
+
+
+def test_stock_is_taken_while_others_write_and_sweep(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the listing and the look at the sizes one segment is finished, and one deleted."""
+    store = open_memory(folder, NODE)
+    two, four = write(store, 2), write(store, 4)
+    settle_snapshot(store, two)
+    segment = store.root / Keys().segment(rank=1, step=6, generation=1, attempt=0, index=0)
+    part = segment.with_name(f"{segment.name}.0f.part")
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"a segment")
+    (gone,), list_all = four.segments, LocalStore.list
+
+    def list_then_change(self: LocalStore, prefix: str) -> list[str]:
+        found = list_all(self, prefix)
+        if prefix == Keys().data:
+            assert gone in found
+            part.replace(segment)
+            store.delete(gone)
+        return found
+
+    monkeypatch.setattr(LocalStore, "list", list_then_change)
+    found = take_stock(folder, {NODE}, NODE)
+    assert segment.exists() and not (store.root / gone).exists()
+    assert found.manifests == (two,)
+    assert set(found.sizes) == set(two.segments)
 
 
 def test_a_node_that_starts_again_takes_over_its_memory(folder: Path) -> None:

@@ -100,6 +100,28 @@ def test_what_was_taken_before_the_run_went_back_does_not_count() -> None:
     assert take(snapshots, 6, generation=3) is not None
 
 
+def test_what_was_swept_is_never_whole() -> None:
+    """One worker is a snapshot ahead of another, and has no room: its part of the one before goes
+    too."""
+    snapshots = index()
+    whole = take(snapshots, 4)
+    snapshots.add(part(0, 6), {}, ("a",), RANKS)
+    snapshots.swept(8, generation=1)
+    snapshots.swept(5, generation=1)
+    assert snapshots.add(part(1, 6), {}, ("b",), RANKS) is None
+    assert take(snapshots, 8) is None
+    assert snapshots.whole is whole
+    assert take(snapshots, 7, generation=2) is not None, "it was spared"
+    assert take(snapshots, 9) is not None
+
+
+def test_a_run_that_goes_back_takes_swept_steps_again() -> None:
+    snapshots = index()
+    snapshots.swept(8, generation=1)
+    snapshots.went_back(4, generation=2)
+    assert take(snapshots, 6, generation=2) is not None
+
+
 def test_going_back_to_a_snapshot_keeps_it() -> None:
     snapshots = index()
     whole = take(snapshots, 8)

@@ -19,13 +19,14 @@ from checkpointing import (
     S3Config,
     Store,
     StoreUnavailableError,
+    Surveyor,
     TensorSlice,
     delete_checkpoint,
     list_steps,
     newest,
     open_store,
-    sweep_uncommitted,
 )
+from checkpointing.retention.retire import sweep_uncommitted
 from tests.support.fakes.s3_faults import FaultServer
 from tests.support.tiny_checkpoint import commit_shares
 
@@ -140,7 +141,7 @@ def test_what_fails_before_the_commit_leaves_the_previous_checkpoint(
         faults.clear()
         assert newest(s3, KEYS) == before
     save(s3, 30)
-    swept = sweep_uncommitted(s3, KEYS, 30)
+    swept = sweep_uncommitted(Surveyor(store=s3, keys=KEYS), 30)
     assert swept and all("/000000000020-" in key for key in swept)
 
 

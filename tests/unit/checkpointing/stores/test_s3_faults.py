@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
+from botocore import exceptions as boto
 
 from checkpointing import (
     Attempt,
@@ -28,25 +29,23 @@ from checkpointing import (
     open_store,
     write_shared,
 )
+from checkpointing.stores.s3.errors import read_failure
 from checkpointing.stores.s3.pace import shared_file, shared_pacer
 from tests.support.fakes.s3_faults import FaultServer, Kind
-from tests.support.fakes.s3_server import forget_pace
+from tests.support.fakes.s3_server import forget_pace, open_uploads
 
 MIB = 1 << 20
 LARGE = b"".join(bytes([n]) * MIB for n in range(6))  # two parts
 SEGMENT = "d/3f/r00003/000000000010-1-0/00000.safetensors"
 
 
-def open_uploads(config: S3Config) -> list[str]:
-    client = boto3.client("s3", endpoint_url=config.endpoint_url)
-    answer = client.list_multipart_uploads(Bucket=config.bucket, Prefix=config.prefix)
-    return [entry["Key"] for entry in answer.get("Uploads", ())]
-
-
 # -- what is cured by trying again -----------------------------------------------------------------
 
 CURABLE: dict[str, dict[str, Any]] = {
     "503 SlowDown": {"action": "slow_down"},
+    "429": {"action": "error", "status": 429, "code": "TooManyRequests"},
+    "KMS is throttled": {"action": "error", "status": 400, "code": "KMS.ThrottlingException"},
+    "408": {"action": "error", "status": 408, "code": "SomethingNew"},
     "500": {"action": "error"},
     "409": {"action": "error", "status": 409, "code": "OperationAborted"},
     "reset": {"action": "reset"},
@@ -97,6 +96,16 @@ def test_all_else_is_repeated(action: Any, kind: Any, s3: Store, faults: FaultSe
     assert call() == answer
     assert rule.fired == 1
     assert faults.count(kind) == 2
+
+
+@pytest.mark.parametrize("status", [408, 429])
+def test_an_answer_without_a_body_is_told_by_its_status(
+    status: int, s3: Store, faults: FaultServer
+) -> None:
+    s3.put("d/x", [b"."])
+    rule = faults.inject("error", kind="head", status=status)
+    assert s3.size("d/x") == 1
+    assert rule.fired == 1
 
 
 @pytest.mark.parametrize("action", ["error_in_200", "slow_down", "reset", "drop_after_body"])
@@ -213,11 +222,18 @@ def test_throttled_for_too_long(config: S3Config, faults: FaultServer) -> None:
     assert faults.count("abort") == 1 and open_uploads(config) == []
 
 
-def test_the_node_slows_down_together(config: S3Config, s3: Store, faults: FaultServer) -> None:
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "SlowDown"), (429, "TooManyRequests"), (400, "KMS.ThrottlingException")],
+)
+def test_the_node_slows_down_together(
+    status: int, code: str, config: S3Config, s3: Store, faults: FaultServer
+) -> None:
     pacer = shared_pacer(shared_file(f"{config.endpoint_url} {config.bucket}"))
     before = pacer.pace.per_s
-    faults.inject("slow_down", kind="put")
+    rule = faults.inject("error", kind="put", status=status, code=code)
     s3.put("d/x", [b"."])
+    assert rule.fired == 1
     assert 0.69 * before < pacer.pace.per_s < 0.8 * before
 
 
@@ -358,6 +374,70 @@ def test_no_credentials_until_there_are_some(config: S3Config, faults: FaultServ
             open_store(own).list("")
     assert faults.requests == []
     assert open_store(own).list("") == []
+
+
+SSO_PROFILE = """[profile old]
+sso_start_url = https://nobody/start
+sso_region = us-east-1
+sso_account_id = 123456789012
+sso_role_name = any
+"""
+
+
+def test_a_login_that_is_over_is_not_waited_for(
+    config: S3Config, faults: FaultServer, tmp_path: Path
+) -> None:
+    """As one of `aws sso login`, whose token is not on this node any more."""
+    (tmp_path / "config").write_text(SSO_PROFILE)
+    # A client that no other test has made.
+    own = dataclasses.replace(config, part_timeout_s=7.7, timeout_s=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.delenv(name)
+        patch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        patch.setenv("AWS_PROFILE", "old")
+        with pytest.raises(StoreUnavailableError, match="credentials have expired; renew them"):
+            open_store(own).list("")
+    assert faults.requests == []
+    assert open_store(own).list("") == []
+
+
+def test_a_login_that_amazon_has_ended_is_as_one_that_has_expired() -> None:
+    failure = read_failure(boto.UnauthorizedSSOTokenError())
+    assert (failure.answer, failure.code) == ("refused", "ExpiredToken")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        boto.ParamValidationError(report="Invalid bucket name"),
+        boto.NoRegionError(),
+        boto.ConfigNotFound(path="/nonexistent"),
+        boto.InvalidConfigError(error_msg="no role_arn"),
+        boto.UnknownCredentialError(name="Nobody"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_a_node_is_set_to_is_not_waited_for(error: boto.BotoCoreError) -> None:
+    failure = read_failure(error)
+    assert (failure.answer, failure.code) == ("refused", type(error).__name__)
+    assert "check S3Config, the environment and ~/.aws" in failure.fact
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        boto.CredentialRetrievalError(provider="p", error_msg="timed out"),
+        boto.EndpointConnectionError(endpoint_url="https://nobody"),
+        boto.ConnectionClosedError(endpoint_url="https://nobody"),
+        boto.MetadataRetrievalError(error_msg="timed out"),
+        OSError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_the_network_may_have_done_is_tried_again(error: Exception) -> None:
+    assert read_failure(error).answer == "retry"
 
 
 def test_credentials_that_expire_are_looked_for_anew_where_head_says_so(

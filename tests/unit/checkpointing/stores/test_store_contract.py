@@ -113,7 +113,7 @@ def test_keys_cannot_leave_the_store(store: Store, key: str) -> None:
         lambda: store.get(key),
         lambda: store.delete(key),
     ):
-        with pytest.raises(StoreError):
+        with pytest.raises(StoreError, match="not a key"):
             call()
 
 

@@ -29,11 +29,11 @@ from checkpointing import (
     load_manifest,
     plan_places,
     retire,
-    sweep_uncommitted,
     verify_checkpoint,
     write_changed,
     write_shared,
 )
+from checkpointing.retention.retire import sweep_uncommitted
 from checkpointing.stores.local import LocalStore
 
 KEYS = Keys()
@@ -357,7 +357,7 @@ def test_every_history_reads_back(
                 for gone in retire(surveyor, keep_last=keep_last, keep_every=None, up_to_step=step):
                     del expected[gone]
             elif after == "sweep":
-                sweep_uncommitted(store, KEYS, step)
+                sweep_uncommitted(Surveyor(store=store, keys=KEYS), step)
         for step, states in expected.items():
             whole = {f"{r}/{n}": d for r, state in enumerate(states) for n, d in state.items()}
             assert_holds(store, step, whole)

@@ -274,6 +274,110 @@ def test_failed_saves_leave_nothing_behind(tmp_path: Path) -> None:
     assert len(desk.happened(events.CheckpointSkipped)) == 2
 
 
+def test_commits_list_what_is_kept_only_after_something_went_wrong(tmp_path: Path) -> None:
+    """It may be millions of segments: 1,000 for each request."""
+    listed = list[int]()
+    with faulty_s3_server() as faults:
+        place = S3Config(url=f"s3://{BUCKET}/{tmp_path.name}", endpoint_url=faults.url)
+        paths = RunPaths(root=tmp_path, store=place)
+        config = CheckpointConfig(every_steps=2, keep_last=1, keep_every=4)
+        publisher = Publisher(paths, config, versions={}, newest=0)
+        store = open_store(place)
+
+        async def save(step: int, generation: int = 1) -> None:
+            for rank in range(WRITERS):
+                await publisher.take(part(paths, rank, step, generation), {}, WRITERS)
+            before = faults.count("list", prefix=f"{tmp_path.name}/d/")
+            await publisher.retire(step)
+            listed.append(faults.count("list", prefix=f"{tmp_path.name}/d/") - before)
+
+        async def play() -> None:
+            for step in range(2, 18, 2):
+                await save(step)
+            assert listed == [1, 1, 0, 0, 0, 0, 0, 0], "the first of a start, and of a generation"
+            part(paths, 0, 18)  # its writer is gone without a word
+            await save(20, generation=2)
+            await save(22, generation=2)
+            await save(24, generation=2)
+            await publisher.take(part(paths, 1, 22, generation=2), {}, WRITERS)  # too late
+            await save(26, generation=2)
+            await publisher.take(part(paths, 0, 27, generation=2), {}, WRITERS)  # of a lost save
+            await save(28, generation=2)
+            await save(30, generation=2)
+            assert listed[8:] == [0, 1, 0, 1, 1, 0]
+
+        asyncio.run(play())
+        kept = [4, 8, 12, 16, 20, 24, 28, 30]
+        assert list_steps(store, Keys()) == kept
+        assert sorted({Keys().step_of(key) or 0 for key in store.list("d/")}) == kept
+        assert len(store.list("d/")) == len(kept) * WRITERS
+
+
+@pytest.mark.parametrize("failing", ["open_store", "retire"])
+def test_what_a_retention_that_failed_was_to_look_for_is_found_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    paths = RunPaths(root=tmp_path)
+    publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
+    store = open_store(paths.checkpoints)
+
+    def fails(*_args: Any, **_how: Any) -> Any:
+        raise StoreUnavailableError("m/", None, "no answer")
+
+    async def save(step: int) -> None:
+        for rank in range(WRITERS):
+            await publisher.take(part(paths, rank, step), {}, WRITERS)
+
+    async def play() -> None:
+        for step in (2, 4, 6):
+            await save(step)
+            await publisher.retire(step)
+        await publisher.take(part(paths, 0, 8), {}, WRITERS)
+        await save(10)
+        with monkeypatch.context() as patch:
+            patch.setattr(f"elastic.coordinator.publisher.{failing}", fails)
+            await publisher.retire(10)
+        assert publisher.undeleted is not None
+        await save(12)
+        await publisher.retire(12)
+
+    asyncio.run(play())
+    assert {Keys().step_of(key) for key in store.list("d/")} == {10, 12}
+
+
+def test_parts_that_count_no_longer_are_deleted_once_the_run_is_past_them(tmp_path: Path) -> None:
+    """Writers of before the run went back write on, or say that they could not."""
+    desk = CoordinatorDesk(tmp_path)
+    receipts = Receipts(
+        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
+    progress = desk.membership.progress
+    store = open_store(desk.paths.checkpoints)
+
+    async def save(step: int) -> None:
+        for rank in range(WRITERS):
+            receipt = part(desk.paths, rank, step, progress.generation)
+            await receipts.take(receipt, {}, 0.0, WRITERS)
+
+    async def play() -> None:
+        now = progress.generation
+        for step in (2, 4):
+            await save(step)
+        progress.begin(4, back=True)
+        await save(6)
+        await save(8)
+        await receipts.take(part(desk.paths, 0, 9, now), {}, 0.0, WRITERS)
+        part(desk.paths, 1, 11, now)
+        await receipts.failed(11, now, "no space")
+        await save(10)
+        assert [Keys().step_of(key) for key in store.list("d/")].count(9) == 0
+        await save(12)
+
+    asyncio.run(play())
+    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+    assert {Keys().step_of(key) for key in store.list("d/")} == {10, 12}
+
+
 @pytest.mark.timeout(60)
 def test_a_store_that_deletes_nothing_holds_no_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

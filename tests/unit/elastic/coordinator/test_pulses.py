@@ -100,6 +100,25 @@ def test_a_run_tells_of_its_spares_and_of_what_is_used_up(tmp_path: Path) -> Non
     assert desk.gauge("elastic_budget_spent", "max_crashes") == pytest.approx(1 / 50)
 
 
+def test_regroups_in_vain_are_told_until_a_step_is_committed(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    most = desk.membership.config.max_regroups_without_progress
+    progress = desk.membership.progress
+
+    def spent() -> tuple[int, int] | None:
+        pulse = desk.pulse()
+        return None if pulse is None else pulse.spent["max_regroups_without_progress"]
+
+    async def story() -> None:
+        for _ in range(most - 1):
+            progress.interrupted(0)
+        await desk.until(lambda: spent() == (most - 1, most))
+        progress.record(0)
+        await desk.until(lambda: spent() == (0, most))
+
+    desk.run(story)
+
+
 def test_a_directory_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.paths.pulse.mkdir()  # so that it cannot be replaced by a file

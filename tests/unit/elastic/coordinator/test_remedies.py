@@ -16,14 +16,13 @@ from elastic.coordinator import remedies, replacements
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.remedies import Remedies, decide_seats
 from elastic.coordinator.replacements import Replacements
-from elastic.coordinator.suspicions import REBOOTED, REBOOTED_WEIGHT
 from elastic.protocol import events
 from elastic.protocol.causes import CORRUPTION, CRASH, USER_ERROR, Cause
 from elastic.providers.node_provider import NodeIdentity
 from elastic.providers.ray_nodes import RayProvider
 from elastic.reporting.event_log import read_events
 from elastic.reporting.suspect_file import SuspectFile
-from health.suspects import Mark
+from health.suspects import REBOOTED, REBOOTED_WEIGHT, Mark
 from health.verdict import Sign, Verdict
 from tests.support.coordinator_desk import CoordinatorDesk
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from elastic.config import HealthConfig
 from elastic.coordinator import replacements, suspicions
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.replacements import Replacements
-from elastic.errors import NoCapacityError
+from elastic.errors import NoCapacityError, ProviderAwayError
 from elastic.node_config import KubeNodes, NodesConfig
 from elastic.protocol import events
 from elastic.protocol.causes import CORRUPTION, CRASH, GPU_ERROR, LINK, NODE, PATH, Cause
@@ -200,7 +201,7 @@ def test_what_is_remembered_is_looked_up_until_the_storage_answers(
     desk.file.add("m-C", of_this_run("corruption"))
     desk.replacements.not_lost({"B"}, time.time() - 60.0)
     kept = (tmp_path / path).rename(tmp_path / "kept")
-    (tmp_path / path).mkdir()
+    (tmp_path / path).symlink_to(tmp_path)
 
     async def story() -> None:
         desk.join_from("B")
@@ -208,8 +209,7 @@ def test_what_is_remembered_is_looked_up_until_the_storage_answers(
             desk.join_from("C")
         while "node B is looked up again" not in caplog.text:
             await asyncio.sleep(0.005)
-        (tmp_path / path).rmdir()
-        kept.rename(tmp_path / path)
+        kept.replace(tmp_path / path)  # at once: without the file nothing is remembered
         while "m-B" in desk.file.read():
             await asyncio.sleep(0.005)
         if path == desk.file.path.name:
@@ -231,6 +231,22 @@ def test_a_wrong_mark_goes_once_its_machine_is_known(tmp_path: Path) -> None:
 
     desk.run(story)
     assert desk.told() == []
+
+
+@pytest.mark.parametrize("of", ["provider", "ray"])
+def test_what_is_remembered_is_looked_up_once_its_machine_is_known(tmp_path: Path, of: str) -> None:
+    """One call that failed, as where too many were made, must not make it welcome for the run."""
+    provider = Forgetful(2 * (of == "provider"))
+    desk = Desk(tmp_path, provider=provider, silent=2 * (of == "ray"))
+    desk.file.add("i-B", mark())
+
+    async def story() -> None:
+        desk.join_from("B")
+        (begun,) = await desk.outcomes("begun")
+        assert (begun.machine, begun.reason) == ("i-B", "remembered of run before: link: 64 bytes")
+
+    desk.run(story)
+    assert provider.left < 0, "it was asked once more"
 
 
 def test_of_two_nodes_that_are_lost_at_once_the_machine_that_answers_may_be_sound(
@@ -574,6 +590,21 @@ def test_without_capacity_it_is_asked_again(tmp_path: Path) -> None:
     assert provider.asked == 2
 
 
+def test_a_platform_that_does_not_answer_is_asked_again(tmp_path: Path) -> None:
+    """The machine has been left: nobody else would take it out."""
+    provider = Scarce(ProviderAwayError("DELETE /pods/b", "HTTP Error 503", "Look at it"))
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b")
+        _, held, done = await desk.outcomes("begun", "held_back", "replaced")
+        assert held.detail == ("DELETE /pods/b: HTTP Error 503. Look at it. Asked again in 0.01 s")
+        assert done.detail == "done"
+
+    desk.run(story)
+    assert provider.asked == 2
+
+
 class Full(Scarce):
     """Has no other machine for one of them."""
 
@@ -770,6 +801,60 @@ def test_a_record_that_cannot_be_written_does_not_clear_what_is_held_back(tmp_pa
     assert desk.ended == ["B"] and not desk.file.path.exists()
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+def test_a_mark_that_was_not_written_counts_and_is_written_with_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """Of two that are enough together, the storage refuses one."""
+    monkeypatch.setattr(suspects, "INCIDENT_S", 0.0)
+    desk = Desk(tmp_path, tells=True)
+    lock = tmp_path / ".suspect-nodes.json.lock"
+
+    async def accuse(node: str) -> None:
+        """Until that is written, or refused."""
+        marks, warned = len(marks_of(node)), len(caplog.records)
+        desk.replacements.mend(node, "gpu_error", "Xid 95", 0.3, "reboot")
+        while len(marks_of(node)) == marks and len(caplog.records) == warned:
+            await asyncio.sleep(0.005)
+
+    def marks_of(node: str) -> Sequence[Mark]:
+        return desk.file.read().get(f"m-{node}", ())
+
+    async def story() -> None:
+        for number in range(2):
+            if number == refused:
+                lock.unlink(missing_ok=True)
+                lock.symlink_to(tmp_path)
+            await accuse("B")
+            assert lock.is_dir() is (number == refused)
+            if number == refused:
+                lock.unlink()
+        (told,) = await desk.outcomes("told")
+        assert told.machine == "m-B"
+        await accuse("C")
+        assert len(marks_of("B")) == 2 and len(marks_of("C")) == 1
+
+    desk.run(story)
+    assert "what speaks against m-B is not remembered yet" in caplog.text
+
+
+def test_a_mark_of_an_incident_that_was_not_written_counts_once(tmp_path: Path) -> None:
+    """The workers of a machine are lost with it, and the storage refuses the second mark."""
+    desk = Desk(tmp_path, tells=True)
+    desk.file.add("m-B", mark(0.3))
+    lock = tmp_path / ".suspect-nodes.json.lock"
+    lock.unlink()
+    lock.symlink_to(tmp_path)
+
+    async def story() -> None:
+        desk.replacements.mend("B", "gpu_error", "Xid 95", 0.3, "reboot")
+        desk.replacements.mend("C", "gpu_error", "Xid 95", 0.5, "reboot")
+        (told,) = await desk.outcomes("told")
+        assert told.machine == "m-C"
+
+    desk.run(story)
+
+
 @pytest.mark.parametrize("outcome", ["begun", "held_back"])
 def test_a_coordinator_that_is_started_anew_goes_on(
     tmp_path: Path, outcome: events.ReplacementOutcome
@@ -790,6 +875,80 @@ def test_a_coordinator_that_is_started_anew_goes_on(
 
     desk.run(story)
     assert desk.ended == ["B"]
+
+
+class Reboots(Scarce):
+    """Reboots machines, or fails to."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.refusals = list(errors)
+        self.rebooted: list[list[str]] = []
+        self.ends = threading.Event()
+        """Set when the caller may hear of it; not while its machine goes down."""
+        self.ends.set()
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        return f"m-{node.node}"
+
+    def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.rebooted.append([node.node for node in nodes])
+        assert self.ends.wait(PATIENCE_S)
+        return "it was rebooted"
+
+
+def test_a_reboot_that_takes_the_coordinator_with_it_is_asked_for_once(tmp_path: Path) -> None:
+    provider = Reboots()
+    provider.ends.clear()
+    first = Desk(tmp_path, provider=provider)
+
+    async def goes_down() -> None:
+        first.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        await first.outcomes("begun")
+        await first.lose("b", cause=CRASH)
+        while not provider.rebooted:
+            await asyncio.sleep(0.005)
+
+    first.run(goes_down)
+    happened = first.told()
+    (left,) = first.file.read()["m-B"]
+    assert (left.cause, left.detail) == ("rebooted", "gpu_error: Xid 95")
+    second = Desk(tmp_path, provider=provider)
+    second.replacements.replay(happened)
+
+    async def comes_back() -> None:
+        second.replacements.begin()
+        second.lose_on("B", NODE)  # not heard of again
+        second.join_from("B")
+        *_, done = await second.outcomes("begun", "rebooted")
+        assert (done.node, done.step) == ("B", "reboot")
+        second.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        while len(second.file.read()["m-B"]) < 2:
+            await asyncio.sleep(0.005)
+
+    second.run(comes_back)
+    assert provider.rebooted == [["B"]] and second.drained == []
+    assert [one.cause for one in second.file.read()["m-B"]] == ["rebooted", "gpu_error"]
+    provider.ends.set()
+
+
+@pytest.mark.parametrize("error", [PermissionError("no rights"), ProviderAwayError("a", "b", "c")])
+def test_a_machine_that_was_not_rebooted_stays_suspect(tmp_path: Path, error: Exception) -> None:
+    provider = Reboots(error)
+    desk = Desk(tmp_path, provider=provider)
+    away = isinstance(error, ProviderAwayError)
+
+    async def story() -> None:
+        desk.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        await desk.outcomes("begun")
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes(*(["begun", "held_back", "rebooted"] if away else ["begun", "failed"]))
+
+    desk.run(story)
+    expected = "rebooted" if away else "gpu_error"
+    assert [one.cause for one in desk.file.read()["m-B"]] == [expected]
 
 
 def test_what_was_cleared_while_no_coordinator_was_there_is_not_replaced(tmp_path: Path) -> None:

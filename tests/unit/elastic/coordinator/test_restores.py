@@ -20,6 +20,7 @@ from checkpointing import (
     IncompatibleError,
     MissingError,
     NotCommittedError,
+    OtherRecordError,
     Reader,
     Store,
     StoreUnavailableError,
@@ -229,6 +230,33 @@ def test_a_reader_without_the_mount_costs_no_checkpoint(desk: Desk, tmp_path: Pa
     lost = [e for e in read_events(desk.paths.events) if isinstance(e, events.WorkerLost)]
     assert [event.cause for event in lost] == ["storage"] * 3
     assert "reads well on the coordinator's machine" in lost[0].detail
+
+
+def test_of_two_that_have_opened_two_records_the_one_with_another_is_lost(
+    desk: Desk, tmp_path: Path
+) -> None:
+    """Below a mount that is missing lies an old copy, of which all CRCs are right."""
+    other = open_store(tmp_path / "disk")
+    write_state(other, {"w": torch.randn(4, 4)}, step=20)
+    records = {
+        "a": load_manifest(desk.store, KEYS, 20).sha256,
+        "b": load_manifest(other, KEYS, 20).sha256,
+    }
+
+    async def play() -> None:
+        for name, sha256 in records.items():
+            error = OtherRecordError(20, sha256)
+            await desk.restores.failed(desk.worker(name), 20, GENERATION, error)
+        await asyncio.sleep(0)  # the agents are told aside
+        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
+
+    asyncio.run(play())
+    assert desk.agents.killed == ["b"]
+    assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == []
+    assert (desk.membership.progress.restore_step, desk.membership.stopped) == (20, None)
+    (lost,) = [e for e in read_events(desk.paths.events) if isinstance(e, events.WorkerLost)]
+    assert lost.cause == "storage"
+    assert records["b"][:16] in lost.detail and "Mount the same storage" in lost.detail
 
 
 def test_two_machines_that_read_other_bytes_are_believed(desk: Desk) -> None:

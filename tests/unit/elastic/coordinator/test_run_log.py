@@ -262,6 +262,15 @@ def test_nothing_follows_the_end_of_a_run(tmp_path: Path, clock: list[Desk]) -> 
     assert anew.membership.stopped == Stop(error="too many crashes")
 
 
+def test_a_run_ends_whatever_its_error_says(tmp_path: Path, clock: list[Desk]) -> None:
+    """Its end was in no record where the error named a file whose name is no UTF-8."""
+    desk = desk_of(clock, tmp_path, replicas=1)
+    desk.records.end("failed", "cannot decode " + os.fsdecode(b"caf\xe9.png")).result()
+    end = read_events(desk.paths.events)[-1]
+    assert isinstance(end, events.RunEnded)
+    assert (end.outcome, end.error) == ("failed", "cannot decode caf?.png")
+
+
 def test_a_run_begins_once_and_its_coordinator_each_time(tmp_path: Path, clock: list[Desk]) -> None:
     desk = desk_of(clock, tmp_path, replicas=1)
     desk.records.begin([])

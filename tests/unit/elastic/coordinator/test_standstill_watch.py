@@ -20,6 +20,7 @@ from elastic.coordinator import standstill
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.standstill import StandstillWatch
 from elastic.protocol import events
+from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Evidence, Identity
 from health.progress import Place
 from tests.support.coordinator_desk import CoordinatorDesk
@@ -69,8 +70,8 @@ class Agents:
 class Desk(CoordinatorDesk):
     """The one with a watch, over the rosters of a coordinator that has seen some steps."""
 
-    def __init__(self, root: Path, least_s: float = LEAST_S) -> None:
-        super().__init__(root)
+    def __init__(self, root: Path, least_s: float = LEAST_S, *, each: int = 1) -> None:
+        super().__init__(root, each=each)
         self.doors = Agents()
         agents: Any = self.doors
         self.watch = StandstillWatch(
@@ -313,6 +314,34 @@ def test_connections_that_fail_name_one_of_those_who_wait(
     """Nothing tells a and b apart; others explain nothing of it."""
     _, lost = stand_still(tmp_path, short, "ab", PATIENCE_S)
     assert lost == expected
+
+
+def test_a_loss_in_the_last_look_before_the_verdict_explains_it(tmp_path: Path) -> None:
+    """Whose connections had failed was no member any more, and the run ended with a KeyError."""
+    desk = Desk(tmp_path, each=2)
+    desk.doors.known = {w: LOOPS if w in "ab" else WAITS for w in "abcdef"}
+    desk.doors.short = [HOLE, HOLE]
+    lost = asyncio.Event()
+
+    async def places(nodes: Iterable[str]) -> dict[str, Place | None]:
+        if desk.doors.tests == 2:  # the verdict is due
+            await desk.workers.lose("b", CRASH, "its process ended")
+            lost.set()
+        return desk.doors.known
+
+    desk.doors.places = places  # type: ignore[method-assign]
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(5))
+        await asyncio.wait_for(lost.wait(), PATIENCE_S)
+        for _ in range(10):  # what follows waits for nothing
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    gc.enable()
+    assert desk.membership.stopped is None
+    assert [event.worker for event in desk.happened(events.WorkerLost)] == ["b"]
+    assert desk.happened(events.LinksTested) == [] and not desk.paths.incidents.exists()
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from elastic.config import HealthConfig
 from elastic.coordinator.trouble import Troubles
+from elastic.protocol import events
 from elastic.protocol.causes import (
     COLLECTIVE,
     DEVICE_ASSERT,
@@ -21,6 +23,7 @@ from elastic.protocol.causes import (
     Cause,
     entry_of,
 )
+from tests.support.coordinator_desk import CoordinatorDesk
 
 
 class Lost:
@@ -73,3 +76,23 @@ def test_who_follows_alone_has_no_peer_whose_loss_explains_its_own_code() -> Non
     assert settle(COLLECTIVE, broken=True, followers=["w0"]) == ("peer", [])
     beside_the_steps = settle(USER_ERROR, broken=True, followers=["w0"], formed=2)
     assert beside_the_steps == ("peer", []), "the replica that it was building is no more"
+
+
+async def raise_in_turn(
+    desk: CoordinatorDesk, workers: Sequence[str], cause: Cause
+) -> list[Literal["peer", "own"]]:
+    """Each tells of its exception when that of the one before is settled."""
+    troubles = Troubles(HealthConfig(), desk.membership, desk.dispatcher, desk.workers)
+    return [await troubles.settle(worker, 7, "an index", cause) for worker in workers]
+
+
+@pytest.mark.parametrize(("workers", "ends"), [("ab", False), ("ac", True)])
+def test_workers_of_one_replica_that_raise_in_turn_are_one_try(
+    tmp_path: Path, workers: str, ends: bool
+) -> None:
+    """The loss of the first breaks the replica, of which the second tells a moment later."""
+    desk = CoordinatorDesk(tmp_path, each=2)
+    assert desk.membership.roster.workers == tuple("abcdef")
+    assert asyncio.run(raise_in_turn(desk, workers, DEVICE_ASSERT)) == ["own", "own"]
+    assert [lost.cause for lost in desk.happened(events.WorkerLost)] == [DEVICE_ASSERT] * 2
+    assert (desk.membership.stopped is not None) == ends

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from elastic.cli.doctor import show
 from elastic.cli.main import main
+from elastic.doctor import gpu_checks, load_checks
 from elastic.doctor.affinity_check import judge_affinity
 from elastic.doctor.clock import Clock, read_clock
 from elastic.doctor.finding import EXIT_STATUS, SEVERITIES, Finding, worst_severity
-from elastic.doctor.gpu_checks import given_gpus, judge_gpu_health
+from elastic.doctor.gpu_checks import given_gpus, judge_gpu_health, judge_no_nvml
 from elastic.doctor.machine import Machine, machine_with, this_machine
 from elastic.doctor.run import CHECKS, run_checks
 from elastic.doctor.system_checks import (
@@ -434,3 +437,42 @@ def test_gpus_that_a_cgroup_lets_nobody_open_have_not_gone(tmp_path: Path) -> No
     (tmp_path / "dev/nvidia2").touch()
     (tmp_path / "dev/nvidia5").symlink_to("nvidia5")  # opening it fails for another reason
     assert len(given_gpus(tmp_path)) == 2
+
+
+def test_a_container_whose_cgroup_has_lost_its_rules_has_the_gpus_that_it_was_given(
+    tmp_path: Path,
+) -> None:
+    """`systemctl daemon-reload` may do so: it may open neither they nor the driver's control."""
+    if not _WRITE_ONLY.exists():
+        pytest.skip("no such file in this sysfs")
+    driver_with_eight(tmp_path)
+    for name in ("nvidia2", "nvidia5", "nvidiactl"):
+        (tmp_path / "dev" / name).symlink_to(_WRITE_ONLY)
+    assert len(given_gpus(tmp_path)) == 2
+
+
+def test_gpus_of_which_nvml_does_not_start_ask_for_a_reboot(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are counted by the driver's files, and loaded: nothing passes on the CPU instead."""
+    nvml = ModuleType("pynvml")
+    nvml.NVMLError = type("NVMLError", (Exception,), {})  # type: ignore[attr-defined]
+
+    def refuse() -> None:
+        raise nvml.NVMLError("Driver/library version mismatch")
+
+    nvml.nvmlInit = refuse  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpu_checks, "given_gpus", lambda _: given_gpus(root))
+    machine = replace(look_at(root), root=Path("/"))
+    assert gpu_checks.check_gpus(machine).result == "all 8"
+    finding = gpu_checks.check_gpu_health(machine)
+    assert finding.severity == "REBOOT"
+    assert finding.result == "8 GPUs, and NVML does not start: Driver/library version mismatch"
+    assert load_checks.devices_of(machine) == [f"cuda:{number}" for number in range(8)]
+
+
+def test_without_a_gpu_nvml_need_not_start() -> None:
+    assert judge_no_nvml("NVML Shared Library Not Found", 0).severity == "OK"
+    assert judge_no_nvml("", 8).severity == "OK", "its package is not installed"

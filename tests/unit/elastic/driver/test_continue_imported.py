@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
+from ray.train import RunConfig
 from torch import nn
 
-from checkpointing import Manifest, TensorInfo
+from checkpointing import CheckpointConfig, Manifest, TensorInfo, open_store
+from elastic import ElasticTrainer, ScalingConfig
 from elastic.driver.resume import check_continues
 from tests.support.slice_tables import slice_table
+from tests.support.tiny_checkpoint import write_state
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.tasks.custom import CustomTask
@@ -73,3 +78,23 @@ def test_facts_that_are_not_json_are_refused_before_the_run() -> None:
     task = dataclasses.replace(TASK, info={"model": nn.Linear(1, 1)})
     with pytest.raises(ConfigError, match=r"train\.task\.info"):
         task.prepare(TRAIN, "")
+
+
+def test_other_settings_are_refused_before_a_cluster_is_started_to_look_for_a_snapshot(
+    tmp_path: Path,
+) -> None:
+    state = {"step": 5, "optimizer_steps": 5, "skipped_in_a_row": 0, **OWN, "seed": 2}
+    write_state(
+        open_store(tmp_path / "run" / "checkpoints"),
+        {"param/weight": torch.zeros(2, 3)},
+        state=state,
+    )
+    trainer = ElasticTrainer(
+        dataclasses.replace(TRAIN, task=TASK),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+        checkpoint=CheckpointConfig(memory_every=1),
+        scaling=ScalingConfig(device="cpu"),
+    )
+    with pytest.raises(ConfigError, match=r"train\.seed"):
+        trainer.fit()
+    assert not ray.is_initialized()

@@ -1,9 +1,10 @@
-"""From what machines answer to what is said of them: who was busy is not bad."""
+"""What machines do in pairs, and from what they answer to what is said of them: who was busy is not
+bad."""
 
 from __future__ import annotations
 
 from elastic.doctor.pairs import Measured, judge_pairs
-from elastic.driver.examine_cluster import measure
+from elastic.driver.examine_cluster import measure, plan_devices, plan_parts
 from elastic.ray_compat.cluster import Failed
 
 BUSY = Failed(why="no answer in 150 s")
@@ -26,3 +27,25 @@ def test_a_pair_is_as_fast_as_its_slower_machine_and_fails_with_either() -> None
         Measured(pair=("a", "b"), bytes_per_s=1e9),
         Measured(pair=("c", "d"), trouble="3 wrong sums"),
     ]
+
+
+EIGHT = [f"cuda:{number}" for number in range(8)]
+
+
+def test_no_gpu_takes_part_that_ray_has_not() -> None:
+    """`ray start --num-gpus` may be below what the machine has, and NVML tells of all."""
+    gpus = {"whole": 8.0, "half": 4.0, "none": 0.0, "head": 0.0}
+    found = {"whole": EIGHT, "half": EIGHT, "none": EIGHT, "head": ["cpu"]}
+    devices = plan_devices(found, gpus)
+    assert devices == {"whole": EIGHT, "half": EIGHT[:4]}
+    assert plan_parts([("whole", "half")], devices, "tcp:host:1/0") == {
+        "whole": ("tcp:host:1/0/0", EIGHT[:4], 0, 8),
+        "half": ("tcp:host:1/0/0", EIGHT[:4], 4, 8),
+    }
+
+
+def test_where_ray_has_no_gpu_the_cpus_take_part() -> None:
+    devices = plan_devices({"a": EIGHT, "b": ["cpu"]}, {"a": 0.0, "b": 0.0})
+    assert devices == {"a": ["cpu"], "b": ["cpu"]}
+    parts = plan_parts([("a", "b")], devices, "tcp:host:1/0")
+    assert parts["b"] == ("tcp:host:1/0/0", ["cpu"], 1, 2)

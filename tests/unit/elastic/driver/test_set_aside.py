@@ -15,10 +15,10 @@ from elastic.protocol.run_identity import identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 
 
-def begin_anew(root: Path) -> None:
+def begin_anew(root: Path, claim: Callable[[RunPaths], None] = lambda paths: None) -> None:
     """What a start with `resume="never"` does first."""
     run_config = RunConfig(name=root.name, storage_path=str(root.parent))
-    with run_directory(run_config, CheckpointConfig(resume="never")):
+    with run_directory(run_config, CheckpointConfig(resume="never"), claim):
         pass
 
 
@@ -50,11 +50,12 @@ def test_a_directory_that_is_no_run_stays(tmp_path: Path, fill: Callable[[Path],
     root = tmp_path / "src"
     fill(root)
     before = content(root)
+    claimed: list[RunPaths] = []  # which starts a cluster
     with pytest.raises(
         ConfigError, match=rf"run_config\.name = 'src': .*{root} is no run"
     ) as caught:
-        begin_anew(root)
-    assert "\n" not in str(caught.value)
+        begin_anew(root, claimed.append)
+    assert "\n" not in str(caught.value) and not claimed
     assert content(root) == before and not list(tmp_path.glob("src.before-*"))
 
 

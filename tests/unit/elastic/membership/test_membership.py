@@ -1601,6 +1601,53 @@ def test_a_step_or_a_loss_in_between_begins_the_row_anew(between: str) -> None:
             group.lose(f"s{number}")
 
 
+def grow(group: Group, newcomer: str, *workers: str, step: int) -> None:
+    """A newcomer enters at a boundary."""
+    group.join(newcomer)
+    assert group.build(newcomer).called == "grow"
+    for worker in workers:
+        effects = group.join(worker, step=step)
+    assert effects.regrouped is not None and effects.regrouped.step == step
+
+
+def fail_with_a_newcomer(group: Group, newcomer: str, *workers: str, step: int) -> float:
+    """As `fail_together`, with a newcomer that has no state yet. Returns the pause."""
+    fail_together(group, *workers, step=step)
+    return run_of(group.join(newcomer), workers[0]).pause_s
+
+
+def test_steps_before_a_planned_regroup_begin_the_row_anew() -> None:
+    """A new group of a run that grows now and then fails once, right at its start, each time."""
+    group, step = Group(replicas=3, start=2), 5
+    group.start("a0", "b1")
+    for number in range(2, 3 + IN_VAIN):
+        newcomer = f"s{number}"
+        grow(group, newcomer, "a0", "b1", step=step)
+        assert fail_with_a_newcomer(group, newcomer, "a0", "b1", step=step) == 0.0
+        for reason in ("heal", "drain"):
+            if reason == "heal":
+                group.membership.caught_up(newcomer)
+            else:
+                group.membership.drain(newcomer)
+            assert group.advance().called == reason
+            step += 1
+            for worker in ("a0", "b1", newcomer):
+                group.join(worker, step=step)
+    assert group.membership.stopped is None
+
+
+def test_a_loss_before_a_planned_regroup_begins_the_row_anew() -> None:
+    group = Group(replicas=3, start=2)
+    group.start("a0", "b1")
+    for _ in range(IN_VAIN - 1):
+        effects = fail_together(group, "a0", "b1", step=5)
+    assert run_of(effects, "a0").pause_s == FIRST_PAUSE_S
+    group.join("s9")
+    group.lose("s9")
+    grow(group, "c2", "a0", "b1", step=5)
+    assert fail_with_a_newcomer(group, "c2", "a0", "b1", step=5) == 0.0
+
+
 def test_no_replica_gets_the_number_of_one_that_stands_and_is_in_no_record() -> None:
     """It was taken for one with state, and the one that stood was lost from sight."""
     group = Group(replicas=2)

@@ -13,7 +13,17 @@ import pytest
 import ray
 import torch
 
-from checkpointing import Snapshot, clear_memory, load_manifest, open_memory, open_store
+from checkpointing import (
+    Attempt,
+    Receipt,
+    Snapshot,
+    TensorSlice,
+    clear_memory,
+    load_manifest,
+    open_memory,
+    open_store,
+    write_shared,
+)
 from elastic.coordinator.snapshots import Snapshots
 from elastic.membership.progress import Progress
 from elastic.node.snapshot_holder import SnapshotHolder
@@ -66,7 +76,9 @@ def test_a_snapshot_that_no_worker_has_room_for_is_told_of_once(tmp_path: Path) 
     swept: list[int] = []
 
     class Holder:
-        def send(self, method: Callable[..., Any], step: int, keep: None) -> asyncio.Future[Any]:
+        def send(
+            self, method: Callable[..., Any], step: int, generation: int, keep: None
+        ) -> asyncio.Future[Any]:
             swept.append(step)
             return asyncio.ensure_future(asyncio.sleep(0))
 
@@ -86,13 +98,79 @@ def test_a_snapshot_that_no_worker_has_room_for_is_told_of_once(tmp_path: Path) 
         known.node_joined(f"node {number}")
 
     async def play() -> None:
-        await asyncio.gather(*(known.skipped(STEP, "no room") for _ in range(50)))
+        await asyncio.gather(*(known.skipped(STEP, 1, "no room") for _ in range(50)))
         # The first one's call has begun when the others come: the second is for all of them.
         assert (len(happened), swept) == (1, [STEP] * 20)
-        await known.skipped(STEP, "nor here, later")  # and it may have left a part
+        await known.skipped(STEP, 1, "nor here, later")  # and it may have left a part
         assert (len(happened), swept) == (1, [STEP] * 30)
 
     asyncio.run(play())
+
+
+def test_a_late_word_of_a_void_snapshot_costs_no_other(tmp_path: Path) -> None:
+    """Its worker is gone, and the run went back: a newer one is being written, at an earlier
+    step. Without what is swept it would count as whole, and replace the last good one."""
+    happened: list[events.Event] = []
+    asked: list[str] = []
+
+    class Holder:
+        def send(self, method: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+            asked.append(method.__name__)
+            return asyncio.ensure_future(asyncio.sleep(0))
+
+    def start(node: str) -> Any:
+        return Holder()
+
+    progress = Progress(generation=3)
+    known = Snapshots(
+        RunPaths(root=tmp_path),
+        progress,
+        start,
+        happened.append,
+        versions={},
+        found=None,
+        timeout_s=1.0,
+    )
+    known.node_joined("a")
+    progress.begin(STEP, back=True)
+    known.went_back(STEP, progress.generation)
+
+    asyncio.run(known.skipped(STEP + 9, 3, "no room, told too late"))
+    assert (happened, asked) == ([], [])
+    asyncio.run(known.skipped(STEP + 2, 4, "no room"))
+    assert (len(happened), asked) == (1, ["sweep"])
+
+
+def test_a_skipped_snapshot_takes_no_part_of_the_one_before_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker is ahead of the other, and short of room: what it wrote before is swept, too."""
+    monkeypatch.setattr("elastic.node.snapshot_holder.announce", lambda *_: None)
+    happened: list[events.Event] = []
+    paths = RunPaths(root=tmp_path)
+    start: Any = partial(InThisProcess, paths.memory)
+    known = Snapshots(
+        paths, Progress(), start, happened.append, versions={}, found=None, timeout_s=1.0
+    )
+
+    def part(node: str, rank: int) -> Receipt:
+        row = TensorSlice("w", (2, 4), "uint8", (rank, 0), (1, 4))
+        attempt = Attempt(rank=rank, step=STEP, generation=1)
+        return write_shared(
+            open_memory(paths.memory, node), KEYS, attempt, [row], memoryview(bytes(64))
+        )
+
+    async def play() -> None:
+        known.node_joined("a")
+        await known.take(part("a", 0), {}, "a", 0.0, 2)
+        await known.skipped(STEP + 2, 1, "no room")
+        await known.take(part("a", 1), {}, "a", 0.0, 2)
+
+    try:
+        asyncio.run(play())
+    finally:
+        clear_memory(paths.memory)
+    assert [type(event) for event in happened] == [events.SnapshotSkipped]
 
 
 def test_nodes_whose_object_store_is_full_cost_no_worker_its_saves(
@@ -117,7 +195,7 @@ def test_nodes_whose_object_store_is_full_cost_no_worker_its_saves(
         timeout_s=1.0,
     )
     monkeypatch.setattr(ray, "put", full)
-    asyncio.run(known.skipped(STEP + 4, "no room"))
+    asyncio.run(known.skipped(STEP + 4, 1, "no room"))
 
 
 def test_a_node_that_is_written_off_and_comes_back_has_its_snapshot(tmp_path: Path) -> None:

@@ -5,11 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic.protocol.faults import (
-    RECOVERY_PHASES,
     Fault,
     FaultPlan,
     check_faults,
-    draw_faults,
     parse_faults,
 )
 from trainer.errors import ConfigError
@@ -131,18 +129,6 @@ def test_what_fired_before_a_restart_does_not_fire_again() -> None:
     plan = FaultPlan(parse_faults("kill@6:0+1,kill@7"), slots=2)
     plan.count_as_fired(["kill@6:0+1"])
     assert plan.fired(0) and not plan.fired(1)
-
-
-def test_a_plan_is_drawn_from_its_seed() -> None:
-    plans = [draw_faults(seed, count=4, steps=20, slots=4) for seed in range(50)]
-    assert plans[7] == draw_faults(7, count=4, steps=20, slots=4)
-    assert len(set(plans)) > 40
-    for plan in plans:
-        check_faults(plan, steps=20, slots=4)
-    drawn = [fault for plan in plans for fault in plan]
-    assert {fault.kind for fault in drawn} == {"kill", "freeze", "raise"}
-    assert any(len(fault.workers) == 2 for fault in drawn)
-    assert any(fault.phase in RECOVERY_PHASES for fault in drawn)
 
 
 def test_a_fault_that_can_fire_passes() -> None:

@@ -31,6 +31,7 @@ def server() -> Iterator[Cloud]:
 @pytest.fixture
 def cloud(server: Cloud) -> Cloud:
     server.refuse.clear()
+    server.forgotten.clear()
     server.launches.clear()
     server.reboots.clear()
     server.calls.clear()
@@ -169,6 +170,23 @@ def test_a_full_reservation_gets_the_old_ones_place(cloud: Cloud, keep: bool) ->
     cloud.refuse.clear()
     replacing.replace([node()], bad, REASON)
     assert len(cloud.launches) == 2
+
+
+def test_one_that_ec2_has_forgotten_counts_as_terminated(cloud: Cloud) -> None:
+    """As where its reservation's place was lost to another, and comes back an hour later."""
+    cloud.template("lost")
+    bad = cloud.instance()["InstanceId"]
+    cloud.refuse[""] = "ReservationCapacityExceeded"
+    replacing = provider(launch_template="lost")
+    with pytest.raises(NoCapacityError):
+        replacing.replace([node()], bad, REASON)
+    cloud.forgotten.add(bad)
+    with pytest.raises(NoCapacityError):
+        replacing.replace([node()], bad, REASON)
+    cloud.refuse.clear()
+    said = replacing.replace([node()], bad, REASON)
+    assert said.startswith("instance i-") and said.endswith(f"was started; {bad} is gone already")
+    assert len(cloud.launches) == 3
 
 
 def test_what_was_started_before_is_not_started_again(cloud: Cloud) -> None:

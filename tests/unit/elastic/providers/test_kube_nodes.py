@@ -6,13 +6,15 @@ import copy
 import json
 import re
 import ssl
+import time
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from elastic.errors import ReplaceError
+from elastic.errors import ProviderAwayError, ReplaceError
+from elastic.providers import kube_api
 from elastic.providers.kube_api import KubeApi
 from elastic.providers.kube_nodes import (
     CONDITIONS,
@@ -116,6 +118,49 @@ def test_a_change_meets_others_and_is_made_again(kube: Kube) -> None:
     kube.conflicts = 100
     with pytest.raises(urllib.error.HTTPError, match="409"):
         provider(kube).replace([POD], "n1", REASON)
+
+
+@pytest.mark.parametrize("status", [0, 429, 500, 503])
+@pytest.mark.parametrize("verb", ["GET", "PATCH", "DELETE"])
+def test_what_passes_is_asked_again(
+    kube: Kube, monkeypatch: pytest.MonkeyPatch, verb: str, status: int
+) -> None:
+    """0: the line breaks."""
+    monkeypatch.setattr(kube_api, "_FIRST_PAUSE_S", 0.01)
+    kube.refusals = [(verb, status)] * 2
+    said = provider(kube).replace([POD], "n1", REASON)
+    assert said == "the node was cordoned; pod ray-worker-7 was deleted"
+    assert not kube.refusals and kube.nodes["n1"]["spec"]["unschedulable"] is True
+    assert kube.pods.keys() == {"ray-worker-8"}
+
+
+def test_a_server_is_left_alone_for_as_long_as_it_asks(
+    kube: Kube, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_api, "_FIRST_PAUSE_S", 0.01)
+    kube.refusals, kube.retry_after = [("PATCH", 429)], "1"
+    began_s = time.monotonic()
+    provider(kube).replace([POD], "n1", REASON)
+    assert time.monotonic() - began_s >= 1.0
+    kube.refusals, kube.retry_after = [("PATCH", 429)], "3600"
+    with pytest.raises(ProviderAwayError, match="429"):
+        provider(kube).replace([POD], "n1", REASON)
+
+
+def test_what_does_not_pass_can_be_asked_for_later(
+    kube: Kube, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_api, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(kube_api, "_PATIENCE_S", 0.4)
+    kube.refusals = [("DELETE", 503)] * 100
+    told = "DELETE /api/v1/namespaces/training/pods/ray-worker-7: HTTPError: HTTP Error 503"
+    with pytest.raises(ProviderAwayError, match=told) as caught:
+        provider(kube).replace([POD], "n1", REASON)
+    assert 100 - len(kube.refusals) <= 4, "0.05, 0.1 and 0.2 s apart, and no more"
+    assert isinstance(caught.value.__cause__, urllib.error.HTTPError)
+    kube.refusals.clear()
+    said = provider(kube).replace([POD], "n1", REASON)
+    assert said == "the node was cordoned; pod ray-worker-7 was deleted"
 
 
 def test_the_token_is_read_anew(kube: Kube) -> None:

@@ -144,15 +144,24 @@ def test_a_service_that_has_answered_is_asked_for_good(
     watch.close()
     (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert "not answered 10 times in a row (HTTP Error 503" in warning
+    assert "HopLimit" not in warning, "the token has arrived"
     assert metadata.looks == 1 + 30 + 2
 
 
-def test_a_watch_without_a_service_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(METADATA_VARIABLE, "http://127.0.0.1:9")
+def test_a_service_whose_token_does_not_arrive_is_warned_of_once_and_asked_on(
+    metadata: type[Metadata], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in pods, where the instance's hop limit is 1."""
+    metadata.tokens_withheld = 30
+    metadata.notice = b'{"action": "stop", "time": "2026-01-01T00:02:00Z"}'
     told: Told = queue.Queue()
     watch = SpotWatch("n1", lambda *notice: told.put(notice), interval_s=0.001)
-    watch._thread.join(WAIT_S)
-    assert not watch._thread.is_alive() and told.empty()
+    assert told.get(timeout=WAIT_S)[2] == "EC2 spot interruption: stop"
+    watch.close()
+    assert metadata.tokens_withheld == 0
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "not answered 10 times in a row" in warning
+    assert warning.endswith("HttpPutResponseHopLimit to 2")
 
 
 def test_ec2_is_recognised_by_its_firmware(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

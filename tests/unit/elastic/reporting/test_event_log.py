@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -54,7 +55,8 @@ def write(path: Path, records: list[StepRecord]) -> Path:
 
 
 def histories() -> st.SearchStrategy[list[StepRecord]]:
-    """A run that goes back now and then, to any step that it has done."""
+    """A run that goes back now and then, to any step that it has done. Clocks say nothing: that of
+    the machine which leads next may be behind."""
 
     def play(moves: list[tuple[int, int]]) -> list[StepRecord]:
         records: list[StepRecord] = []
@@ -62,7 +64,7 @@ def histories() -> st.SearchStrategy[list[StepRecord]]:
         for generation, (back, onward) in enumerate(moves, start=1):
             step = max(0, step - back)
             for _ in range(onward):
-                records.append(record(step, float(len(records)), generation))
+                records.append(record(step, -float(len(records)), generation))
                 step += 1
         return records
 
@@ -128,6 +130,20 @@ def test_a_damaged_line_is_named_from_either_end(tmp_path: Path) -> None:
         with pytest.raises(RecordError, match=r"steps\.jsonl:2: a step record lacks fields"):
             read(path)
     assert last_step(path, lambda r: r.step == 0, lenient=True) == record(0, 0.0)
+
+
+def test_what_no_file_can_hold_is_replaced_in_what_is_told(tmp_path: Path) -> None:
+    """The name of a file that is no UTF-8, in the text of an error: the loss was in no record."""
+    path = tmp_path / "events.jsonl"
+    lost = WorkerLost(
+        time=1.0, worker="w1", node="n", pid=1, slot=None, cause=CRASH,
+        detail="cannot decode " + os.fsdecode(b"caf\xe9.png"),
+    )  # fmt: skip
+    with EventLog(path) as log:
+        log.append(lost)
+        log.append(replace(lost, worker="w2"))
+    expected = replace(lost, detail="cannot decode caf?.png")
+    assert read_events(path) == [expected, replace(expected, worker="w2")]
 
 
 def seconds_of(path: Path, steps: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic.protocol.causes import COLLECTIVE, CRASH, USER_ERROR, Cause
+from elastic.protocol.causes import COLLECTIVE, CRASH, NODE, USER_ERROR, Cause
 from elastic.protocol.events import (
     CrossGroupLost,
     Event,
@@ -201,6 +201,38 @@ def test_a_machine_whose_workers_were_lost_before_has_no_part_in_an_incident() -
         for at, worker in ((100.0, "w1"), (130.0, "w2"))
     )
     assert (first, second) == ({"n1"}, {"n2"})
+
+
+def test_a_machine_that_was_taken_back_counts_as_one_that_lives() -> None:
+    """A coordinator that was cut off had written it off; the one started anew heard of it."""
+    joined = [
+        WorkerJoined(time=0.0, worker=f"w{i}", node=f"n{i}", pid=i, born_ticks=None) for i in (1, 2)
+    ]
+    taken_back = replace(joined[0], time=110.0)
+    facts = EventFacts([*joined, lost("w1", 100.0, NODE), taken_back])
+    facts.take(shows("n1", 150.0, GPU_LOST))
+
+    def shown() -> set[str]:
+        return {sign.name for sign in facts.standing().signs}
+
+    for forgotten in (90.0, 140.0):  # of the incident nothing is left by then
+        facts.forget_before(forgotten)
+        assert (shown(), facts.standing().nodes["w1"]) == ({"gpu_lost"}, "n1")
+    facts.take(lost("w2", 160.0))
+    around = facts.between(160.0 - BEFORE_S, 160.0 + AFTER_S, ["w2"])
+    assert {sign.name for sign in around.signs} == {"gpu_lost", "crash"}
+    facts.take(lost("w1", 170.0))
+    assert shown() == set()
+    facts.forget_before(180.0)
+    assert facts.standing().nodes == {}
+
+
+def test_a_loss_that_was_wrong_is_still_one_of_its_incident() -> None:
+    joined = [
+        WorkerJoined(time=at, worker="w1", node="n1", pid=1, born_ticks=None) for at in (0.0, 110.0)
+    ]
+    advice = found(joined[0], lost("w1", 100.0, NODE), joined[1], shows("n1", 200.0, GPU_LOST))
+    assert [one.verdict.cause for one in advice] == ["node", "gpu_error"]
 
 
 def test_a_slow_replica_is_named_at_the_end() -> None:

@@ -29,9 +29,13 @@ from checkpointing import (
     write_shared,
 )
 from checkpointing.stores.local import LocalStore
+from elastic.node.uploader import write_part
+from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.saves import Upload
 from tests.support import ROOT
 from trainer.engine.host_copy import HostBuffer, Share
 from trainer.engine.shared_copy import CopyGoneError, open_copy
+from trainer.replication.step_commit import Place
 
 STEP, DEADLINE_S = 8, 60.0
 SHAPES = {"param/w": (64, 33), "param/scalar": (), "param/empty": (0, 4), "exp_avg/w": (64, 33)}
@@ -230,6 +234,52 @@ def test_a_buffer_that_was_used_again_is_not_taken_for_the_copy(tmp_path: Path) 
         buffer.copy(second).wait()
     with pytest.raises(CopyGoneError, match="in the place of copy"), open_copy(*late):
         raise AssertionError("not even begun")
+    buffer.close()
+
+
+@pytest.mark.parametrize("place", ["store", "memory"])
+def test_a_part_written_again_from_a_buffer_used_again_does_not_replace_it(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's connection broke, and it gave up while the uploader was at it once more."""
+    monkeypatch.setattr("checkpointing.snapshots.host_memory.TMPFS", tmp_path)
+    paths = RunPaths(root=tmp_path / "run")
+    first, second = share(1), share(2)
+    buffer = HostBuffer(first.size_bytes, first.device)
+    buffer.copy(first).wait()
+    upload = Upload(
+        place=place,
+        pid=os.getpid(),
+        fd=buffer.fd,
+        number=buffer.number,
+        attempt=Attempt(rank=0, step=STEP, generation=1),
+        writers=1,
+        slices=slices(),
+        training_state={},
+        begun_at=0.0,
+    )
+    written = write_part(upload, paths, "node", 1 << 20)
+    (segment,) = written.receipt.segments
+    (path,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    before, puts, put = path.read_bytes(), [], LocalStore.put
+    assert len(before) == segment.size_bytes
+
+    def put_late(self: LocalStore, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+        def late() -> Iterator[bytes | memoryview]:
+            for number, chunk in enumerate(chunks):
+                if number == 1:  # the header has been written
+                    buffer.copy(second).wait()
+                    puts.append(key)
+                yield chunk
+
+        return put(self, key, late())
+
+    monkeypatch.setattr(LocalStore, "put", put_late)
+    with pytest.raises(CopyGoneError, match="in the place of copy"):
+        write_part(upload, paths, "node", 1 << 20)
+    assert puts == [segment.key]
+    assert path.read_bytes() == before
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [path]
     buffer.close()
 
 

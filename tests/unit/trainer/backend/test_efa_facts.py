@@ -16,7 +16,6 @@ def test_a_p5(tmp_path: Path) -> None:
         devices=facts.devices,
         kernel=(6, 8, 0),
         gpu_driver=(580, 95, 5),
-        efa_driver=(2, 17, 3),
         installer=(1, 45, 0),
         libfabric=(2, 3, 1),
         plugin=(1, 17, 1),

@@ -15,11 +15,11 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.data_plane import WorkerResult, run_layout
+from tests.support.data_plane import WorkerResult, assert_same_bits, run_layout
+from tests.support.layered_llama import LAYERS, LENGTH, flat, llama, loss_of, tokens
 from tests.support.measured_peak import make_loop, take_step
 from tests.support.small_llama import small_train
 from tests.support.tiny import tiny_task, tiny_train, write_text
-from tests.unit.trainer.parallel.test_recompute import flat, llama, loss_of, tokens
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OffloadConfig, TrainConfig
@@ -34,8 +34,8 @@ from trainer.parallel.offload import Offload
 from trainer.parallel.recompute import Recompute, recompute_blocks
 from trainer.tasks.custom import CustomTask
 
-LAYERS, INPUT_BYTES = 4, 16 * 16 * 32 * 4
-"""Of the Llama of test_recompute; a block's input: 16 samples of 16 tokens, 32 numbers wide."""
+INPUT_BYTES = 16 * LENGTH * 32 * 4
+"""A block's input: 16 samples of 16 tokens, 32 numbers wide."""
 EVERYTHING = OffloadConfig(horizon=1, least_bytes=1)
 
 
@@ -341,11 +341,7 @@ def test_layouts_have_the_same_bits(trained: Train, shard: int, tensor: int, rep
     plain = trained(None, shard, tensor, replicas)
     moved = trained(EVERYTHING, shard, tensor, replicas)
     for one, other in zip(plain, moved, strict=True):
-        assert (other.losses, other.norms) == (one.losses, one.norms)
-        assert other.evaluations == one.evaluations
-        assert other.local.keys() == one.local.keys()
-        for name, (_, _, value) in one.local.items():
-            assert torch.equal(other.local[name][2], value), name
+        assert_same_bits(one, other)
 
 
 def train_with(offload: OffloadConfig, build: Callable[[], nn.Module] = llama) -> TrainConfig:

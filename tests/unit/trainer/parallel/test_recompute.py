@@ -9,48 +9,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.data_plane import WorkerResult, run_layout
+from tests.support.data_plane import WorkerResult, assert_same_bits, run_layout
+from tests.support.layered_llama import LAYERS, flat, llama, loss_of, tokens
 from tests.support.tiny import tiny_task, tiny_train, write_text
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.errors import ConfigError
+from trainer.float8 import products
+from trainer.float8.config import Float8
+from trainer.float8.scales import Scaled
 from trainer.models.family import HUGGING_FACE
+from trainer.models.init import FullWeights
 from trainer.parallel.recompute import Recompute, recompute_blocks
 from trainer.tasks.custom import CustomTask
 
 Train = Callable[[Recompute | None, int, int], list[WorkerResult]]
 
-LANES, LENGTH, VOCABULARY, LAYERS = 2, 16, 64, 4
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config)
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
-    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    targets = batch[:, 1:]
-    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
-
-
-def tokens(seed: int, count: int = 16) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator) for _ in range(count)]
+LANES = 2
 
 
 def train_with(recompute: Recompute | float | None) -> TrainConfig:
@@ -90,11 +68,7 @@ def test_the_bits_are_the_same(
     """With dropout. Without, in all layouts: test_matrix.py."""
     plain, again = trained(None, shard, tensor), trained(recompute, shard, tensor)
     for one, other in zip(plain, again, strict=True):
-        assert (other.losses, other.norms) == (one.losses, one.norms)
-        assert other.evaluations == one.evaluations
-        assert other.local.keys() == one.local.keys()
-        for name, (_, _, value) in one.local.items():
-            assert torch.equal(other.local[name][2], value), name
+        assert_same_bits(one, other)
 
 
 def kept_bytes(recompute: Recompute | None) -> int:
@@ -127,9 +101,11 @@ def test_less_is_kept() -> None:
     assert full < half < 0.75 * plain
 
 
-def operations(recompute: Recompute | None) -> int:
+def operations(recompute: Recompute | None, *, bits: int = 32) -> int:
     """Of a forward and a backward."""
     model = llama().train()
+    if bits == 8:
+        model, _ = Float8().convert(model, FullWeights({}))
     if recompute is not None:
         recompute_blocks(model, HUGGING_FACE.blocks(model), recompute)
     with FlopCounterMode(display=False) as counter:
@@ -137,12 +113,23 @@ def operations(recompute: Recompute | None) -> int:
     return counter.get_total_flops()
 
 
-def test_half_of_the_products_are_done_again() -> None:
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("as_on_gpus", [False, True])
+def test_half_of_the_products_are_done_again(
+    bits: int, as_on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a selection keeps is not seen by hooks on saved tensors."""
-    plain, full = operations(None), operations("full")
-    again = (operations("selective") - plain) / (full - plain)
+    if as_on_gpus:
+        monkeypatch.setattr(products, "_product_on_cpu", scaled_mm)
+    plain, full = operations(None, bits=bits), operations("full", bits=bits)
+    again = (operations("selective", bits=bits) - plain) / (full - plain)
     assert 0.25 < again < 0.75
-    assert 0.25 < (operations(2) - plain) / (full - plain) < 0.75
+    assert 0.25 < (operations(2, bits=bits) - plain) / (full - plain) < 0.75
+
+
+def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
+    """Torch's own, which a CPU has, too."""
+    return torch._scaled_mm(a.data, b.data.t(), a.inverse, b.inverse, out_dtype=dtype)
 
 
 def test_an_evaluation_keeps_nothing_and_recomputes_nothing() -> None:
@@ -192,7 +179,3 @@ def test_a_model_without_blocks_is_refused() -> None:
     train = TrainConfig(task=task, steps=1, global_batch=2, recompute="full")
     with pytest.raises(ConfigError, match="no ModuleList"):
         build_model(task.prepare(train, ""), train)
-
-
-def flat() -> nn.Module:
-    return nn.Linear(2, 2)

@@ -18,8 +18,10 @@ from tests.support.restore_plane import (
     STEPS,
     Scenario,
     Tried,
+    full_state,
     run_scenarios,
     task,
+    write_checkpoint,
     write_checkpoints,
 )
 from trainer.backend.groups import leave_replica_group, make_replica_group
@@ -71,14 +73,28 @@ def damaged(sound: tuple[Path, int], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def results(sound: tuple[Path, int], damaged: tuple[Path, str]) -> Results:
-    good, bad = str(sound[0]), str(damaged[0])
+def stray(sound: tuple[Path, int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The newest one has another content, and is sound."""
+    root = tmp_path_factory.mktemp("stray")
+    shutil.copytree(sound[0], root, dirs_exist_ok=True)
+    (root / Keys().commit(STEPS[0])).unlink()
+    write_checkpoint(root, STEPS[0], full_state(99))
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(sound: tuple[Path, int], damaged: tuple[Path, str], stray: Path) -> Results:
+    good, bad, other = str(sound[0]), str(damaged[0]), str(stray)
     return run_scenarios(
         [
             *(Scenario(name=f"sound {r}", root=good, replicas=r) for r in (1, 2, 3)),
             *(Scenario(name=f"damaged {r}", root=bad, replicas=r) for r in (1, 2, 3)),
             Scenario(name="blind", root=good, replicas=3, blind=(1, 0)),
             Scenario(name="without record", root=good, replicas=2, without_record=(0, 1)),
+            *(
+                Scenario(name=f"stray {r}", root=good, replicas=r, stray=(0, 1), stray_root=other)
+                for r in (1, 2, 3)
+            ),
             Scenario(name="killed", root=good, replicas=3, killed=(1, 0)),
         ]
     )
@@ -131,6 +147,23 @@ def test_who_cannot_read_the_record_has_all_from_the_others(results: Results) ->
     assert (
         workers[0, 1][0].bytes_read == 0 < workers[1, 0][0].bytes_read < workers[1, 1][0].bytes_read
     )
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_two_checkpoints_of_a_step_are_not_mixed(
+    results: Results, sound: tuple[Path, int], stray: Path, replicas: int
+) -> None:
+    """Below a mount that is missing on one node lies what was there before."""
+    workers = results(f"stray {replicas}")
+    for first, second in workers.values():
+        assert (first.outcome, first.untouched) == ("Unreadable", True)
+        assert (second.step, second.outcome, second.equal) == (STEPS[1], "Restored", True)
+    right, other = (
+        load_manifest(open_store(root), Keys(), STEPS[0]).sha256 for root in (sound[0], stray)
+    )
+    told = {place: first.sha256 for place, (first, _) in workers.items() if first.sha256}
+    assert told.pop((0, 1)) == other
+    assert set(told.values()) == {right} and len(told) == max(1, replicas - 1), "its peers"
 
 
 def test_who_is_called_away_reads_nothing(sound: tuple[Path, int]) -> None:
