@@ -40,7 +40,7 @@ class CheckpointConfigError(CheckpointError):
         self.field, self.value, self.fact, self.fix = field, value, fact, fix
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.fact}. {self.fix}."
+        return f"{self.field} = {self.value!r}: {self.fact.removesuffix('.')}. {self.fix}."
 
 
 class StoreError(CheckpointError):

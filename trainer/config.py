@@ -379,6 +379,40 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_types(self, "train")
         check_optimizer(self.optimizer)
+        self._check_task()
+        self._check_converters()
+
+    def _check_task(self) -> None:
+        """By the methods that make it one; a job's settings have none."""
+        task = self.task
+        if task is None or (wrong := _no_object_with(task, "prepare", "build")) is None:
+            return
+        raise ConfigError(
+            "train.task",
+            type_name(task),
+            f"not a task: {wrong}",
+            "Use CausalLM(...) or CustomTask(...)",
+        )
+
+    def _check_converters(self) -> None:
+        given: object = self.converters
+        if isinstance(given, list):
+            object.__setattr__(self, "converters", tuple(given))
+        elif not isinstance(given, tuple):
+            raise ConfigError(
+                "train.converters",
+                given,
+                f"of type {type_name(given)}, not a tuple",
+                "Use (converter,), with the comma, also for a single one",
+            )
+        for one in self.converters:
+            if (wrong := _no_object_with(one, "convert")) is not None:
+                raise ConfigError(
+                    "train.converters",
+                    type_name(one),
+                    f"not a converter: {wrong}",
+                    "Use objects such as Float8()",
+                )
 
     def lane_samples(self, lanes: int) -> int:
         """Samples of one step in one lane on one shard rank."""
@@ -481,3 +515,12 @@ class TrainConfig:
                 f"(global_batch {self.global_batch} / {streams})",
                 f"Use a divisor of {per_worker}, or None for all of them at once",
             )
+
+
+def _no_object_with(value: object, *methods: str) -> str | None:
+    """Why a value is no object that has one of these methods; None: it is."""
+    if isinstance(value, type):
+        return f"{value.__name__} is a class, not an object of it"
+    if not any(hasattr(value, name) for name in methods):
+        return f"it has no method {methods[0]}"
+    return None

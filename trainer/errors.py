@@ -18,9 +18,22 @@ cross Ray: each keeps its constructor arguments in `args`.
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import textwrap
 import traceback
+from pathlib import Path
 
 from checkpointing.field_types import settle_types
+
+_NOT_USERS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(Path(__file__).parents[1] / name for name in ("trainer", "elastic")),
+    )
+)
+"""Where code lies that users have not written."""
 
 
 class TrainerError(Exception):
@@ -42,7 +55,8 @@ class ConfigError(TrainerError):
         self.field, self.value, self.fact, self.fix = field, value, fact, fix
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: {self.fact}. {self.fix}."
+        # A fact may end with another error's words, which are a sentence already.
+        return f"{self.field} = {self.value!r}: {self.fact.removesuffix('.')}. {self.fix}."
 
 
 def describe(error: Exception) -> str:
@@ -51,6 +65,19 @@ def describe(error: Exception) -> str:
     escaped: Ray's `sys.stderr` and the run's records would not take it."""
     said = str(error) if isinstance(error, ConfigError) else traceback.format_exc()
     return said.encode(errors="backslashreplace").decode()
+
+
+def blame(error: Exception) -> str:
+    """An exception of the user's code in half a line: what it is, and where in that code it came
+    from; where it passed through none of it, where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [one for one in frames if not one.filename.startswith(("<", *_NOT_USERS))]
+    text = textwrap.shorten(str(error), 200, placeholder=" …")
+    what = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if not frames:
+        return what
+    last = (users or frames)[-1]
+    return f"{what} (line {last.lineno} of {Path(last.filename).name})"
 
 
 def check_types(config: object, where: str) -> None:

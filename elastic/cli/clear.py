@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from elastic.cli.live import add_run_to, join, paths_of
+from elastic.cli.live import add_run_to, begun, join
 from elastic.protocol.run_paths import hold_run
 from trainer.errors import ConfigError
 
@@ -25,10 +25,7 @@ def add_to(commands: Any) -> None:
 
 def clear_run(options: argparse.Namespace) -> int:
     """`clear`. Returns 1 where a node that lives did not answer, or may not delete them."""
-    paths = paths_of(options)
-    if not paths.events.exists():
-        fact = f"{paths.root} is no run's directory: it has no events.jsonl"
-        raise ConfigError("RUN", options.run, fact, "Name a run's directory")
+    paths = begun(options)
     join(options.address)
     from elastic.driver.running import find_run
     from elastic.node.snapshot_survey import clear_snapshots

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from elastic.cli.arguments import count, positive
-from elastic.cli.program import READ, add_program_to, find_trainer
+from elastic.cli.program import READ, add_program_to, bad_input, find_trainer
 from elastic.cli.show import human_bytes, table
 from trainer.dryrun.machines import MACHINES, Machine
 from trainer.dryrun.on_nodes import describe_levels
@@ -29,6 +29,8 @@ examples:
   elastic dryrun train.py --instance p4d --nodes 128
   elastic dryrun train.py:trainer --memory-gb 96 --gpus-per-node 4 --json
 """
+
+_FIX = "Mend the file, unless it is what a dry run cannot try (docs/dryrun.md): a run tells"
 
 
 def add_to(commands: Any) -> None:
@@ -62,14 +64,12 @@ def run(options: argparse.Namespace) -> int:
 
     warnings.simplefilter("ignore")  # torch's, on how a model is made
     of_text = isinstance(trainer.train.task, CausalLM)
-    judge = Judge(
-        device=trainer.scaling.device,
-        machine=machine,
-        nodes=options.nodes,
-        task=None if of_text else prepare_shape(trainer.train),
-    )
-    layout = (trainer.train, trainer.scaling.max_replicas)
-    found, change = judge.judge(*layout), None
+    with bad_input(options.file, "its model and loss"):
+        task = None if of_text else prepare_shape(trainer.train)
+    judge = Judge(device=trainer.scaling.device, machine=machine, nodes=options.nodes, task=task)
+    layout, change = (trainer.train, trainer.scaling.max_replicas), None
+    with bad_input(options.file, "a step on tensors without memory", _FIX):
+        found = judge.judge(*layout)
     if found.fits is False and not (found.lacks_gpus or found.misfit_refused):
         change = judge.nearest(*layout)
     if options.json:

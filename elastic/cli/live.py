@@ -102,16 +102,35 @@ def paths_of(options: argparse.Namespace) -> RunPaths:
     return RunPaths(root=Path(options.run).expanduser().absolute())
 
 
+def begun(options: argparse.Namespace) -> RunPaths:
+    """Those of the run that is named.
+
+    Raises:
+        ConfigError: it is no run's directory.
+    """
+    paths = paths_of(options)
+    if not paths.events.exists():
+        fact = f"{paths.root} is no run's directory: it has no events.jsonl"
+        raise ConfigError("RUN", options.run, fact, "Name a run's directory")
+    return paths
+
+
 def _find(options: argparse.Namespace) -> Any:
     """The run's supervisor.
 
     Raises:
         ConfigError: no such run is going on there.
     """
-    join(options.address)
+    paths = paths_of(options)
+    try:
+        join(options.address)
+    except ConfigError as error:
+        # Where its records say that there is no such run, no address will find it.
+        if paths.events.exists() and not isinstance(last_event(paths.events), RunEnded):
+            raise
+        raise _not_going_on(options.run, paths) from error
     from elastic.driver.running import find_run
 
-    paths = paths_of(options)
     run = find_run(paths, looks_only=True)
     if run is None:
         raise _not_going_on(options.run, paths)

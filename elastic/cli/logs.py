@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from elastic.cli.arguments import count
-from elastic.cli.live import add_run_to, join, paths_of
+from elastic.cli.live import add_run_to, begun, join
 from elastic.reporting.event_log import read_events
 from elastic.reporting.outputs import Output, find_outputs, read_files, read_kept
 from health.signatures import find_sign
@@ -42,14 +42,17 @@ def add_to(commands: Any) -> None:
 def show_logs(options: argparse.Namespace) -> int:
     """`logs`. Returns 1 where a node that lives did not answer; or where none could be asked, and
     a cluster was named, or of some of them nothing is kept."""
-    paths = paths_of(options)
+    paths = begun(options)
     outputs = find_outputs(read_events(paths.events))
-    if options.worker is not None:
-        outputs = [one for one in outputs if one.worker == options.worker]
     if not outputs:
-        raise ConfigError(
-            "RUN", options.run, f"{paths.events} names no such worker", "Name a run's directory"
-        )
+        fact = f"no worker of the run in {paths.root} has joined it yet"
+        raise ConfigError("RUN", options.run, fact, "Wait until one has")
+    if options.worker is not None:
+        known = ", ".join(one.worker for one in outputs)
+        outputs = [one for one in outputs if one.worker == options.worker]
+        if not outputs:
+            fact = f"{paths.events} names no such worker; it names {known}"
+            raise ConfigError("--worker", options.worker, fact, "Use one of these, or leave it out")
     most_bytes = options.kib << 10
     kept = {one.node for one in outputs if paths.output_of(one.node).is_dir()}
     try:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from elastic.cli.program import READ, add_program_to, find_trainer
+from elastic.cli.program import READ, add_program_to, bad_input, find_trainer
 from elastic.reporting.phases import phases
 from trainer.progress import tell
 
@@ -50,7 +50,9 @@ def run(options: argparse.Namespace) -> int:
         from elastic.driver.resume import local_path
         from trainer.tasks.task import default_cache_dir
 
-        task = prepare_task(trainer.train, default_cache_dir(local_path(trainer.run_config)))
+        cache_dir = default_cache_dir(local_path(trainer.run_config))
+        with bad_input(options.file, "preparing its task"):
+            task = prepare_task(trainer.train, cache_dir)
         held_out = task.eval_data()
         found = {
             "samples": len(task.train_data()),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from types import ModuleType
@@ -12,13 +14,15 @@ from typing import TYPE_CHECKING
 
 from checkpointing import CheckpointError
 from elastic.errors import ElasticError
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, TrainerError, blame
 
 if TYPE_CHECKING:
     from elastic.api import ElasticTrainer
 
 _MODULE = "__mp_main__"
 """What multiprocessing calls a main program that is imported, not run."""
+
+_MAKE_ONE = "Make one there, such as `trainer = ElasticTrainer(...)`, that NAME can name"
 
 READ = """\
 FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and it
@@ -48,12 +52,35 @@ def find_trainer(where: str) -> ElasticTrainer:
     known = f"it has {', '.join(there)}" if there else "it has none outside functions"
     if name:
         if name not in there:
-            raise ConfigError("NAME", name, f"no ElasticTrainer in {file}: {known}", "Name one")
+            fix = "Name one" if there else _MAKE_ONE
+            raise ConfigError("NAME", name, f"no ElasticTrainer in {file}: {known}", fix)
         return there[name]
     different = {id(value): value for value in there.values()}
-    if len(different) != 1:
+    if not different:
+        raise ConfigError("FILE", file, f"no ElasticTrainer in it: {known}", _MAKE_ONE)
+    if len(different) > 1:
         raise ConfigError("FILE", file, f"not one ElasticTrainer: {known}", "Use FILE.py:NAME")
     return next(iter(different.values()))
+
+
+@contextmanager
+def bad_input(where: str, what: str, fix: str = "Mend the file") -> Iterator[None]:
+    """What the code of a program raises in this block is bad input.
+
+    Args:
+        where: FILE.py[:NAME].
+        what: is done there.
+        fix: what to do about it.
+
+    Raises:
+        ConfigError: it raised. Our own errors stay as they are.
+    """
+    try:
+        yield
+    except (CheckpointError, ElasticError, TrainerError):
+        raise
+    except Exception as error:
+        raise ConfigError("FILE", where, f"{what} raised {blame(error)}", fix) from error
 
 
 def _import(file: Path) -> ModuleType:

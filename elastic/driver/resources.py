@@ -121,17 +121,38 @@ def find_unused(scaling: ScalingConfig, train: TrainConfig, gpus: float) -> list
     return []
 
 
+def find_lacking(scaling: ScalingConfig, parallel: ParallelConfig, room: int) -> str | None:
+    """Which spares will not be there; None: all will. Pure.
+
+    Args:
+        scaling: how many are wanted.
+        parallel: how many workers a replica has.
+        room: workers that the cluster's nodes hold, whoever uses them now.
+    """
+    slots = scaling.slots(parallel)
+    lacking = min(scaling.spares, slots + scaling.spares - room)
+    if lacking <= 0:
+        return None
+    return (
+        f"scaling.spares = {scaling.spares}: {lacking} of them will not be there: the cluster has "
+        f"room for {room} workers, with {_each(scaling)} each, and {slots} train. Add nodes (or "
+        f"start Ray with a larger --num-cpus), or use spares={scaling.spares - lacking}"
+    )
+
+
 def check_nodes(scaling: ScalingConfig, parallel: ParallelConfig) -> None:
     """Warns where the layout does not go with the nodes there are: they do not hold a group whose
-    workers talk in every layer, or are other than the levels it is gathered in. This process has
-    joined the cluster.
+    workers talk in every layer, are other than the levels it is gathered in, or have no room for
+    the spares and will have none. This process has joined the cluster.
 
     Raises:
         ConfigError: on GPUs no node holds what is meant for NVLink, and no autoscaler could bring
             one that does.
     """
-    room = max((count_fitting(scaling, node) for node in resources_per_node()), default=0)
-    for misfit in find_misfits(parallel, room):
+    rooms = [count_fitting(scaling, node) for node in resources_per_node()]
+    if (told := find_lacking(scaling, parallel, sum(rooms))) and not may_bring_nodes():
+        log.warning("%s", told)
+    for misfit in find_misfits(parallel, max(rooms, default=0)):
         if misfit.refused and scaling.device == "cuda" and not may_bring_nodes():
             raise ConfigError(misfit.field, misfit.value, misfit.fact, misfit.fix)
         log.warning("%s", misfit)
@@ -155,13 +176,17 @@ def _describe(scaling: ScalingConfig, there: dict[str, float]) -> str:
     return "the cluster has free " + ", ".join(f"{there.get(n, 0.0):g} {n}" for n in names)
 
 
+def _each(scaling: ScalingConfig) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items())
+
+
 def _too_little(
     scaling: ScalingConfig, parallel: ParallelConfig, there: dict[str, float]
 ) -> ResourcesError:
     workers = scaling.min_replicas * parallel.workers
-    each = ", ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items())
     return ResourcesError(
-        f"{workers} workers ({scaling.min_replicas} replicas x {parallel.dims}) with {each} each",
+        f"{workers} workers ({scaling.min_replicas} replicas x {parallel.dims}) with "
+        f"{_each(scaling)} each",
         _describe(scaling, there),
         scaling.wait_s,
         "Add nodes (or start Ray with a larger --num-cpus), raise scaling.wait_s where an "

@@ -39,7 +39,7 @@ from checkpointing.config import Resume
 from checkpointing.read.catalogue import SET_ASIDE, is_foreign
 from checkpointing.stores.keys import PROBE
 from elastic.driver.given_up import GivenUp, find_given_up, is_given_up
-from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone
+from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, RunStarted
 from elastic.protocol.run_identity import (
     RunIdentity,
     StateTable,
@@ -252,13 +252,7 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
     if origin.manifest is not None:
         return
     if origin.passed is not None:
-        raise ConfigError(
-            "run_config.name",
-            paths.root.name,
-            f"what was saved under it is of another model or another run: {origin.passed}",
-            f"Use the same model, and optimizer.master_dtype and moment_dtype as they were, or "
-            f"{_to_begin_anew(paths)}",
-        )
+        raise _not_own(paths, origin.passed)
     given_up = find_given_up(origin.happened)
     gave_up = partial(is_given_up, given_up, identity)
     if resume != "never" and (unreadable := _unreadable(paths, gave_up)):
@@ -269,13 +263,7 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
             f"Repair them, or begin anew: delete them, or use {_to_begin_anew(paths)}",
         )
     if resume != "never" and (step := _last_committed(origin.happened, given_up)) is not None:
-        raise ConfigError(
-            "checkpoint.resume",
-            resume,
-            f"a checkpoint of step {step} was committed, by {paths.events}, and there is none in "
-            f"{paths.checkpoints}",
-            f"Bring the checkpoints back, or begin anew: use {_to_begin_anew(paths)}",
-        )
+        raise _lost(paths, resume, step, origin.happened)
     if resume == "must":
         raise ConfigError(
             "checkpoint.resume",
@@ -283,6 +271,48 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
             f"there is no checkpoint in {paths.checkpoints}",
             "Check run_config.name and storage_path, or use resume='auto'",
         )
+
+
+def _not_own(paths: RunPaths, why: CheckpointError) -> ConfigError:
+    if isinstance(why, IncompatibleError):
+        return ConfigError(
+            "run_config.name",
+            paths.root.name,
+            f"what was saved under it is of another model: tensor {why.name!r}: {why.fact} "
+            f"({why.count} tensors differ)",
+            f"Use the same model, and optimizer.master_dtype and moment_dtype as they were, or "
+            f"{_to_begin_anew(paths)}",
+        )
+    return ConfigError(
+        "run_config.name",
+        paths.root.name,
+        f"what was saved under it is of another run: {why}",
+        f"To begin anew, use {_to_begin_anew(paths)}",
+    )
+
+
+def _lost(paths: RunPaths, resume: Resume, step: int, happened: Sequence[Event]) -> ConfigError:
+    """A checkpoint was committed, and there is none: where the store is another one than it was,
+    that is why."""
+    stores = [event.store for event in happened if isinstance(event, RunStarted)]
+    now = "" if paths.store is None else str(paths.store)
+    fact = f"a checkpoint of step {step} was committed"
+    there = f"by {paths.events}, and there is none in {paths.checkpoints}"
+    if stores and stores[-1] != now:
+        before = stores[-1] or "the directory of the run"
+        return ConfigError(
+            "checkpoint.store",
+            now or None,
+            f"{fact} to {before}, {there}",
+            f"Set checkpoint.store as it was, bring the checkpoints here, or begin anew: use "
+            f"{_to_begin_anew(paths)}",
+        )
+    return ConfigError(
+        "checkpoint.resume",
+        resume,
+        f"{fact}, {there}",
+        f"Bring the checkpoints back, or begin anew: use {_to_begin_anew(paths)}",
+    )
 
 
 def _to_begin_anew(paths: RunPaths) -> str:
@@ -420,8 +450,6 @@ def check_continues(
         "train.global_batch": ("global_batch", train.global_batch),
         "train.lanes": ("lanes", train.lanes or state.get("lanes")),
     }
-    if task is not None:
-        now["train.task"] = ("samples", len(task.train_data()))
     for field, (key, value) in now.items():
         before = state.get(key, value)  # an imported checkpoint belongs to no run yet
         if before != value:
@@ -431,3 +459,14 @@ def check_continues(
                 f"the run to be continued has {before}, and would not end with the same weights",
                 f"Use {before}, another run_config.name, or resume='never'",
             )
+    if task is None:
+        return
+    samples = len(task.train_data())
+    if (before := state.get("samples", samples)) != samples:
+        raise ConfigError(
+            "train.task",
+            f"{samples:,} samples",
+            f"the run to be continued has {before:,}, and would not end with the same weights",
+            "Use the same data, of text the same paths, seq_len, holdout and tokenizer, or another "
+            "run_config.name, or resume='never'",
+        )

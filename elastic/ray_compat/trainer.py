@@ -30,6 +30,10 @@ from elastic.ray_compat.placement import Wanted
 _POLL_OFTEN = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5"}
 """Unless the user says otherwise. A poll costs one small call a worker, off the step path."""
 
+_WAITS_ON_A_THREAD = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}
+"""Ray warns of a `ray.get` in any thread of an async actor; the controller has one of its own, and
+blocks no event loop."""
+
 END_PATIENCE_S = 60.0
 """How long the controller may take to notice that the run is over: the last net."""
 
@@ -39,7 +43,7 @@ _LOOK_S = 0.5
 
 def controller_variables() -> dict[str, str]:
     """What the environment of the process with the controller must hold, by this process's own."""
-    return {**_POLL_OFTEN, **get_env_vars_to_propagate()}
+    return {**_POLL_OFTEN, **_WAITS_ON_A_THREAD, **get_env_vars_to_propagate()}
 
 
 class ElasticRayTrainer(DataParallelTrainer):

@@ -14,7 +14,7 @@ import ray
 
 from elastic.cli import logs
 from elastic.cli.main import main
-from elastic.protocol.events import WorkerJoined
+from elastic.protocol.events import RunEnded, WorkerJoined
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import end_actors, start_actor
 from elastic.reporting.event_log import EventLog
@@ -28,7 +28,9 @@ NOBODY = "10.0.0.1"
 
 @pytest.mark.parametrize("address", [NOBODY, "http://127.0.0.1:8265"])
 def test_an_address_that_is_none(address: str, tmp_path: Path) -> None:
-    """In a process that has joined no cluster."""
+    """In a process that has joined no cluster, of a run that may be on one."""
+    with EventLog(RunPaths(root=tmp_path).events) as log:
+        log.append(WorkerJoined(time=1, worker="w0", node="n", pid=1, born_ticks=1))
     command = [sys.executable, "-m", "elastic.cli.main", "stop", str(tmp_path)]
     done = subprocess.run(
         [*command, "--address", address], cwd=ROOT, capture_output=True, text=True
@@ -37,6 +39,32 @@ def test_an_address_that_is_none(address: str, tmp_path: Path) -> None:
     said = done.stderr.splitlines()[-1]
     assert said.startswith(f"elastic: --address = '{address}': it cannot be joined: ")
     assert said.endswith("Use HOST:PORT of its head, here or as RAY_ADDRESS, and its versions.")
+
+
+@pytest.mark.parametrize(
+    ("ended", "why"),
+    [
+        (False, "which has no events.jsonl. Name a run's directory."),
+        (True, "it finished after 7 steps. Look at "),
+    ],
+)
+@pytest.mark.parametrize("command", ["attach", "stop"])
+def test_without_a_cluster_a_run_that_cannot_be_on_one_is_told_as_such(
+    command: str, ended: bool, why: str, tmp_path: Path
+) -> None:
+    """No address would find it."""
+    if ended:
+        with EventLog(RunPaths(root=tmp_path).events) as log:
+            log.append(RunEnded(time=1, step=7, outcome="finished", error=None))
+    arguments = [command, str(tmp_path), "--address", NOBODY]
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic.cli.main", *arguments],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"elastic: RUN = '{tmp_path}': no run is going on in {tmp_path}")
+    assert why in said
 
 
 def test_a_call_that_fails(

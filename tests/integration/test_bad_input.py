@@ -216,6 +216,15 @@ def test_levels_that_are_no_nodes(cluster: None, caplog: pytest.LogCaptureFixtur
         check_nodes(ScalingConfig(device="cuda"), layout)
 
 
+def test_spares_without_room(cluster: None, caplog: pytest.LogCaptureFixture) -> None:
+    check_nodes(ScalingConfig(max_replicas=11, spares=1), ParallelConfig())
+    assert "spares" not in caplog.text
+    check_nodes(ScalingConfig(max_replicas=11, spares=2), ParallelConfig())
+    assert "scaling.spares = 2: 1 of them will not be there: the cluster has room for 12" in (
+        caplog.text
+    )
+
+
 def test_too_few_resources_after_a_stated_wait(cluster: None, text: Path, tmp_path: Path) -> None:
     trainer = tiny_trainer(text, tmp_path, replicas=40, min_replicas=20, lanes=40, global_batch=40)
     trainer.scaling = ScalingConfig(max_replicas=40, min_replicas=20, wait_s=1.0)

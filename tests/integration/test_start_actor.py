@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 import ray
 from ray._private import worker
 
-from elastic.ray_compat.cluster import export_actors, start_actor
+from elastic.ray_compat.cluster import end_actors, export_actors, start_actor
+from elastic.ray_compat.trainer import controller_variables
+from tests.support.run_end import Supervised
 from tests.support.stuck_coordinator import Loop
 
 
@@ -28,3 +32,20 @@ def test_a_class_is_told_to_ray_once_and_its_actors_start_without_the_head(
     assert len({ray.get(actor.send(Loop.pid)) for actor in actors}) == 2
     for actor in actors:
         ray.kill(actor.handle)
+
+
+def test_a_supervisor_learns_that_it_was_started_anew_and_ray_warns_of_nothing(
+    cluster: None,
+) -> None:
+    """What actors write is on the console of a user who has not called `ray.init`."""
+    actor = start_actor(
+        Supervised,
+        max_concurrency=10,
+        restarts=True,
+        name="test/supervised",
+        variables=controller_variables(),
+    )()
+    assert actor.call(Supervised.warned_of) == (False, [])
+    os.kill(actor.call(Supervised.pid), signal.SIGKILL)
+    assert actor.call(Supervised.warned_of) == (True, [])
+    end_actors("test/supervised")

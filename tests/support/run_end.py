@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
+import warnings
 from typing import Any
 
+import ray
 from ray.util.placement_group import placement_group_table
 
 from elastic.protocol.causes import USER_ERROR
@@ -106,6 +109,25 @@ class StuckAtTheEnd(Told):
         if not started_anew():
             threading.Event().wait()
         await super().end(outcome, error)
+
+
+class Supervised:
+    """Does what Ray has warned of in a supervisor, which is an async actor."""
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def warned_of(self) -> tuple[bool, list[str]]:
+        """Whether it was started anew, and Ray's warnings."""
+        told: list[str] = []
+        listener = logging.Handler()
+        listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("ray").addHandler(listener)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            anew = started_anew()
+            await asyncio.to_thread(lambda: ray.get(ray.put(1)))
+        return anew, told + [str(one.message) for one in caught]
 
 
 class StandingWorker:

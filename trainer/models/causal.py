@@ -13,8 +13,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.errors import ConfigError
-from trainer.models.family import family_of
+from trainer.errors import ConfigError, blame
+from trainer.models.computes import check_computes
+from trainer.models.family import ModelFamily, family_of
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +26,16 @@ _LEAK = 1e-3
 makes less than 1e-6, in layers that group tokens; looking ahead makes 0.2 and more."""
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_SHARED_HEADS = ("num_key_value_heads", "num_kv_heads")
 _VOCABULARY = 64
 _SMALL = {
     **dict.fromkeys(_LAYERS, 2),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff"), 32),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), 4),
+    **dict.fromkeys(_HEADS, 4),
+    **dict.fromkeys(_SHARED_HEADS, 4),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
@@ -49,24 +52,30 @@ def check_causal(config: Mapping[str, Any], seq_len: int) -> None:
         seq_len: tokens in a sample.
 
     Raises:
-        ConfigError: one has.
+        ConfigError: one has, or the model cannot compute.
     """
     if seq_len == 1:
         return
-    for model in small_models(config):
+    family, tokens = family_of(config["model_type"]), min(seq_len, _TOKENS)
+    error: Exception | None = None
+    for candidate in smaller(config):
         try:
-            leak = _leak(model, min(seq_len, _TOKENS))
-        except Exception as error:  # not every configuration can be made smaller
-            log.debug("%s cannot be made smaller: %s", config["model_type"], error)
+            model = _build_small(family, candidate)
+            leak = None if model is None else _leak(model, tokens)
+        except Exception as raised:  # not every configuration can be made smaller
+            error = raised
             continue
         if leak is not None and leak > _LEAK:
             raise _not_causal(config)
         if leak is not None:
             return
+    if error is not None:
+        check_computes(family, config, tokens)
     log.warning(
         "%s could not be tried: whether a later token has a part in the prediction of an earlier "
-        "one is not known",
+        "one is not known. A small one %s",
         config["model_type"],
+        "has too many parameters" if error is None else f"raised {blame(error)}",
     )
 
 
@@ -76,12 +85,19 @@ def small_models(config: Mapping[str, Any]) -> Iterator[Any]:
     family = family_of(config["model_type"])
     for candidate in smaller(config):
         try:
-            model = family.build_on_meta(candidate).eval()
+            model = _build_small(family, candidate)
         except Exception as error:  # not every configuration can be made smaller
             log.debug("%s cannot be made smaller: %s", config["model_type"], error)
             continue
-        if sum(param.numel() for param in model.parameters()) <= _MOST_PARAMETERS:
+        if model is not None:
             yield model
+
+
+def _build_small(family: ModelFamily, config: Mapping[str, Any]) -> Any:
+    """None where the model is too large to try."""
+    model = family.build_on_meta(config).eval()
+    parameters = sum(param.numel() for param in model.parameters())
+    return model if parameters <= _MOST_PARAMETERS else None
 
 
 def _leak(model: Any, tokens: int) -> float | None:
@@ -111,9 +127,19 @@ def smaller(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, most in _SMALL.items():
         if isinstance(config.get(name), int):
             small[name] = min(config[name], most)
+    small.update(_shared_heads(config, small))
     yield _cut(config, {**small, **_vocabulary(config)})
     two = {name: small[name] for name in _LAYERS if name in small}
     yield _cut(config, {**config, **two, **_vocabulary(config)})
+
+
+def _shared_heads(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers of shared heads that do not divide the heads, as those of `config` do not."""
+    heads = next((name for name in _HEADS if isinstance(config.get(name), int)), None)
+    if heads is None:
+        return {}
+    shared = [n for n in _SHARED_HEADS if isinstance(config.get(n), int) and config[n]]
+    return {name: small[heads] + 1 for name in shared if config[heads] % config[name]}
 
 
 def _vocabulary(config: Mapping[str, Any]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
 from trainer.errors import ConfigError, TrainerError, check_types
 from trainer.models.causal import check_causal
+from trainer.models.computes import check_sizes
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
 from trainer.models.hf import (
     ModelConfig,
@@ -157,11 +158,12 @@ class CausalLM:
             vocab_size: tokens that the data use.
 
         Raises:
-            ConfigError: the layout does not go with the model.
+            ConfigError: the layout does not go with the model, or that has nothing to learn.
         """
         config = self.model.resolve(vocab_size, self._end_id_of_trained())
         family = family_of(config["model_type"])
         model = family.build_on_meta(config)
+        check_sizes(config, model)
         parallel = train.parallel
         check_tensor_parallel(config, model, parallel.tensor, self.seq_len // parallel.context)
         check_compiled_tensor(train.compile, train.recompute, parallel.tensor)

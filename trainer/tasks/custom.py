@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from checkpointing.field_types import type_name
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError, check_types
 from trainer.tasks.trial import try_loss
@@ -50,6 +51,9 @@ class CustomTask:
                 raise ConfigError(
                     f"train.task.{name}", value, "it cannot be called", "Give a function"
                 )
+        _check_map_style("train.task.dataset", self.dataset)
+        if self.eval_dataset is not None:
+            _check_map_style("train.task.eval_dataset", self.eval_dataset)
         if self.flops_per_term is not None and not self.flops_per_term > 0:
             raise ConfigError(
                 "train.task.flops_per_term",
@@ -149,6 +153,21 @@ class CustomTask:
         from trainer.data import MapDataset
 
         return None if self.eval_dataset is None else MapDataset(self.eval_dataset)
+
+
+def _check_map_style(field: str, dataset: Any) -> None:
+    """A step's samples are taken by number, in an order that the seed gives, by whichever workers
+    there are."""
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
+    if missing:
+        raise ConfigError(
+            field,
+            type_name(dataset),
+            f"it has no {' and no '.join(missing)}: samples are taken by number, and a stream or a "
+            "DataLoader has none",
+            "Give a map-style dataset (torch.utils.data.Dataset, a list), such as what the "
+            "DataLoader reads",
+        )
 
 
 def _check_json(info: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, blame
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ _LONGEST_S = 1.5
 
 
 def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> None:
-    """Calls the loss on the first samples. Where it raises here, or takes long, nothing is known:
-    it may need what only the workers have, and they will tell.
+    """Calls the loss on the first samples. Where it raises here, which is a warning, or takes long,
+    nothing is known: it may need what only the workers have, and they will tell.
 
     Args:
         task: whose loss and data.
@@ -57,13 +57,18 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
                     answers.append(task.loss(model, data.batch(ids)))
                 return
             except Exception as error:  # the user's code
-                log.debug("the loss cannot be tried on the driver", exc_info=error)
                 errors.append(error)
 
     with torch.random.fork_rng(devices=[]):
         thread = threading.Thread(target=call, name="try-loss", daemon=True)
         thread.start()
         thread.join(_LONGEST_S)
+    if errors and not answers and not thread.is_alive():
+        log.warning(
+            "on this machine the loss raised %s. The workers will try it: mend it, unless it needs "
+            "what only they have",
+            blame(errors[-1]),
+        )
     if answers and errors:
         raise ConfigError(
             "train.determinism",

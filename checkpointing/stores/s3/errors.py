@@ -26,7 +26,8 @@ DIGEST = "BadDigest"
 """Our name, and S3's, for bytes that are not those that were sent."""
 
 _POLICY = "give its identity the actions in examples/aws/iam-policy.json"
-_LOGIN = "renew them (environment, ~/.aws, or the role of the instance)"
+_PLACES = "(environment, ~/.aws, or the role of the instance)"
+_LOGIN = f"renew them {_PLACES}"
 
 _REFUSED = {
     "NoSuchBucket": "there is no such bucket; correct checkpoint.store, or create the bucket",
@@ -40,7 +41,7 @@ _REFUSED = {
     "ExpiredToken": f"the credentials have expired; {_LOGIN}",
     "TokenRefreshRequired": f"the credentials have expired; {_LOGIN}",
     "400": f"the request is not valid there, as with credentials that have expired; {_LOGIN}",
-    "NoCredentials": f"there are no AWS credentials; provide them: {_LOGIN}",
+    "NoCredentials": f"there are no AWS credentials; provide them {_PLACES}",
     "RequestTimeTooSkewed": "this node's clock is wrong; synchronise it (chronyc makestep)",
     "PermanentRedirect": "the bucket is in another region; set S3Config.region",
     "AuthorizationHeaderMalformed": "the bucket is in another region; set S3Config.region",
@@ -50,7 +51,7 @@ _REFUSED = {
     "NotImplemented": "the server does not know this request; use one that S3's clients work with",
     "SSL": "its certificate is not trusted; set AWS_CA_BUNDLE, or correct S3Config.endpoint_url",
 }
-LOGIN_CODES = frozenset(code for code, fact in _REFUSED.items() if _LOGIN in fact)
+LOGIN_CODES = frozenset(code for code, fact in _REFUSED.items() if _PLACES in fact)
 """What is said of credentials that do not serve."""
 
 # What HEAD says, which has no body and so no code, and codes that mean the same as another. Its

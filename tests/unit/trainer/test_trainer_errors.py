@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 
 import pytest
 
+from tests.support import ROOT
 from trainer.data.index import TokensCorruptError
 from trainer.errors import (
     CompileError,
@@ -18,6 +20,7 @@ from trainer.errors import (
     NetworkError,
     NonFiniteError,
     TrainerError,
+    blame,
     describe,
 )
 from trainer.loop.samples import LedgerError
@@ -54,6 +57,30 @@ def test_a_config_error_names_field_value_fact_and_fix() -> None:
     error = ConfigError("train.precision", "fp8", "unknown", "Use 'float32' or 'bfloat16'")
     assert str(error) == "train.precision = 'fp8': unknown. Use 'float32' or 'bfloat16'."
     assert (error.field, error.value) == ("train.precision", "fp8")
+
+
+def test_the_words_of_another_error_end_with_one_full_stop() -> None:
+    reason = CompileError("block model.layers.0", "it calls print")
+    error = ConfigError("train.compile", "require", f"a trial failed: {reason}", "Use 'off'")
+    assert str(error).endswith("train.compile = 'off'. Use 'off'.")
+
+
+def test_the_line_to_blame_is_the_users_last() -> None:
+    """What it calls is not to blame; and a program may have a name that begins as ours do."""
+    places = {
+        "/home/me/train.py": ("train.py", 1),
+        str(ROOT / "elastic_run.py"): ("elastic_run.py", 1),
+        str(ROOT / "trainer" / "errors.py"): ("decoder.py", None),
+    }
+    for file, (name, line) in places.items():
+        code = compile("json.loads('x')", file, "exec")
+        with pytest.raises(ValueError, match="Expecting") as caught:
+            exec(code, {"json": json})
+        frame = caught.value.__traceback__
+        assert frame is not None
+        told = blame(caught.value.with_traceback(frame.tb_next))
+        assert told.startswith("JSONDecodeError: Expecting value: line 1 column 1 (char 0) (line ")
+        assert told.endswith(f"of {name})") and (line is None or f"(line {line} of" in told)
 
 
 @pytest.mark.parametrize(("count", "shown"), [(2, "[0, 1]"), (16, "15]"), (17, "15, …]")])

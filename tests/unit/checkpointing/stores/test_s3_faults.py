@@ -370,7 +370,7 @@ def test_no_credentials_until_there_are_some(config: S3Config, faults: FaultServ
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             patch.delenv(name)
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-        with pytest.raises(StoreUnavailableError, match="no AWS credentials; provide them"):
+        with pytest.raises(StoreUnavailableError, match=r"no AWS credentials; provide them \(env"):
             open_store(own).list("")
     assert faults.requests == []
     assert open_store(own).list("") == []

@@ -140,6 +140,61 @@ def test_a_program_that_raises_is_bad_input(
     assert re.search(why, error), error
 
 
+CUSTOM = """
+import torch
+from elastic import CustomTask, ElasticTrainer, TrainConfig
+
+def build():
+    {build}
+    return torch.nn.Linear(3, 2)
+
+def loss(model, batch):
+    {loss}
+    return model(batch).sum(), len(batch)
+
+task = CustomTask(build_model=build, loss_function=loss, dataset=[torch.ones(3)] * 4)
+trainer = ElasticTrainer(TrainConfig(task=task, steps=1, global_batch=1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "build", "loss", "why"),
+    [
+        ("dryrun", "", "batch['x']", "a step .* raised .*Error: .* \\(line 10 of program.py\\)"),
+        ("dryrun", "", "{}['x']", "a step .* raised KeyError: 'x' \\(line 10 of program.py\\)"),
+        ("dryrun", "{}['x']", "", "its model and loss raised KeyError: 'x' \\(line 6 of"),
+        ("prepare", "{}['x']", "", "preparing its task raised KeyError: 'x' \\(line 6 of"),
+    ],
+)
+def test_a_task_that_raises_is_bad_input(
+    file: Path, command: str, build: str, loss: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(CUSTOM.format(build=build or "pass", loss=loss or "pass"))
+    assert main([command, str(file)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(f"elastic: FILE = '.*program.py': {why}", error), error
+
+
+def test_a_model_that_cannot_be_is_bad_input(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        "import dataclasses\n"
+        + PROGRAM
+        + """
+task = trainer.train.task
+settings = {**task.model.settings, "num_attention_heads": 4, "num_key_value_heads": 3}
+model = dataclasses.replace(task.model, settings=settings)
+train = dataclasses.replace(trainer.train, task=dataclasses.replace(task, model=model))
+del trainer, again
+trainer = ElasticTrainer(train, scaling=ScalingConfig(max_replicas=2))
+"""
+    )
+    file.write_text(program)
+    assert main(["dryrun", str(file)]) == 2
+    assert "elastic: train.task.model.settings = " in capsys.readouterr().err
+
+
 def test_too_few_machines(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["dryrun", str(file), "--memory-gb", "80", "--gpus-per-node", "1", "--nodes", "1"]
     assert main(arguments) == 1
@@ -173,7 +228,8 @@ def test_groups_that_no_machine_holds(file: Path, capsys: pytest.CaptureFixture[
     [
         ("missing.py", "no such file"),
         ("program.py:other", "no ElasticTrainer in .*: it has trainer, again"),
-        ("empty.py", "not one ElasticTrainer: it has none outside functions"),
+        ("empty.py", "no ElasticTrainer in it: it has none outside functions. Make one there"),
+        ("empty.py:trainer", "it has none outside functions. Make one there"),
         ("two.py", "not one ElasticTrainer: it has a, b. Use FILE.py:NAME"),
         ("program.txt", "Name a file that ends in .py"),
     ],

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from elastic.cli.main import main
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import EventLog
 from elastic.reporting.outputs import find_outputs, read_files
 
 LOG = "/tmp/ray/session_x/logs/worker-{}-ffffffff-12.err"
@@ -56,7 +59,28 @@ def test_only_what_ray_has_written_is_read(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", str(tmp_path)]) == 2
-    assert "names no such worker" in capsys.readouterr().err
+    assert f"{tmp_path} is no run's directory: it has no events.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("events", "more", "told"),
+    [
+        ([], [], "no worker of the run in"),
+        (["w0", "w1"], ["--worker", "w2"], "--worker = 'w2': .* no such worker; it names w0, w1"),
+    ],
+)
+def test_workers_that_are_not_there(
+    tmp_path: Path,
+    events: list[str],
+    more: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with EventLog(RunPaths(root=tmp_path).events) as log:
+        for worker in events:
+            log.append(joined(worker, LOG.format("0a")))
+    assert main(["logs", str(tmp_path), *more]) == 2
+    assert re.search(told, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("kib", ["0", "-1"])

@@ -59,6 +59,15 @@ def test_another_runs_is_refused(name: str) -> None:
         check_continues(manifest(**{**OWN, name: 16}), train, TASK)
 
 
+def test_another_number_of_samples_is_told_as_such() -> None:
+    """The fix is no value to write: nobody sets the number."""
+    with pytest.raises(ConfigError) as caught:
+        check_continues(manifest(**{**OWN, "lanes": 1, "samples": 2405}), TRAIN, TASK)
+    assert (caught.value.field, caught.value.value) == ("train.task", "8 samples")
+    assert "has 2,405, and would not" in caught.value.fact
+    assert caught.value.fix.startswith("Use the same data, of text the same paths, seq_len, ")
+
+
 def test_data_that_are_not_prepared_yet_are_not_compared() -> None:
     check_continues(manifest(**{**OWN, "samples": 16}), TRAIN)
     with pytest.raises(ConfigError, match=r"train\.seed"):

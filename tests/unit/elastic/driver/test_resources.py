@@ -7,9 +7,9 @@ import pytest
 
 from elastic import Float8
 from elastic.config import ScalingConfig
-from elastic.driver.resources import check_kinds, count_fitting, find_unused
+from elastic.driver.resources import check_kinds, count_fitting, find_lacking, find_unused
 from tests.support.small_llama import small_train
-from trainer.config import TrainConfig
+from trainer.config import ParallelConfig, TrainConfig
 from trainer.errors import ConfigError
 
 CPU = ScalingConfig(cpus_per_worker=1)
@@ -78,3 +78,28 @@ def test_what_defaults_leave_unused_of_a_cluster_with_gpus_is_told(
     )
     found = find_unused(scaling, train, gpus)
     assert [one.split(":")[0] for one in found] == ([] if said is None else [said])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shard", "spares", "room", "lacking"),
+    [
+        (2, 1, 1, 3, None),
+        (2, 1, 1, 2, 1),
+        (2, 2, 3, 5, 2),
+        (2, 2, 3, 4, 3),
+        (2, 1, 1, 1, 1),  # a replica, too, which the run tells of itself
+        (2, 1, 0, 1, None),
+    ],
+)
+def test_spares_that_the_cluster_has_no_room_for_are_told_of(
+    replicas: int, shard: int, spares: int, room: int, lacking: int | None
+) -> None:
+    scaling = ScalingConfig(max_replicas=replicas, spares=spares)
+    told = find_lacking(scaling, ParallelConfig(shard=shard), room)
+    if lacking is None:
+        assert told is None
+        return
+    assert told is not None
+    assert told.startswith(f"scaling.spares = {spares}: {lacking} of them will not be there: ")
+    assert f"room for {room} workers, with 1 CPU each, and {replicas * shard} train. " in told
+    assert told.endswith(f"or use spares={spares - lacking}")

@@ -16,6 +16,7 @@ from checkpointing import (
     CorruptError,
     IncompatibleError,
     Manifest,
+    StorePlace,
     Surveyor,
     TensorSlice,
     delete_checkpoint,
@@ -27,8 +28,9 @@ from checkpointing import (
     set_aside,
     verify_checkpoint,
 )
+from checkpointing.stores.kinds import place_of
 from elastic.driver.resume import Origin, check_found, find_origin, set_others_aside
-from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, WentBack
+from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, RunStarted, WentBack
 from elastic.protocol.run_identity import (
     RunIdentity,
     check_model,
@@ -197,7 +199,11 @@ def test_with_nothing_else_to_go_on_from_the_run_does_not_begin(
     assert origin.manifest is None
     with pytest.raises(ConfigError, match=rf"run_config\.name = 'run': .*{fact}") as raised:
         check_found(paths, identity, "auto", origin)
-    assert "resume='never'" in str(raised.value)
+    said = str(raised.value)
+    assert "resume='never'" in said and ".." not in said.replace("...", "")
+    assert ("Use the same model" in said) == (weight is WIDER)
+    assert ("copy its checkpoints to a directory of their own" in said) == (run == "stranger")
+    assert "another checkpoint directory" not in said
 
 
 @pytest.mark.parametrize(("run", "weight"), [("mine", WIDER), ("stranger", WEIGHT)])
@@ -300,6 +306,34 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(paths: RunPath
     check_found(paths, identity, "never", origin)
     save(paths, 6, identity.id)
     check_found(paths, identity, "auto", find(paths, identity))
+
+
+@pytest.mark.parametrize(("was", "is_now"), [("", "new"), ("old", ""), ("old", "new")])
+def test_a_run_whose_store_was_changed_is_told_so(
+    paths: RunPaths, tmp_path: Path, was: str, is_now: str
+) -> None:
+    def place(name: str) -> StorePlace | None:
+        return place_of(tmp_path / name) if name else None
+
+    before, after = replace(paths, store=place(was)), replace(paths, store=place(is_now))
+    store = str(tmp_path / was) if was else ""
+    started = RunStarted(
+        time=0, name="run", layout={}, steps=9, start_step=0, versions={}, store=store
+    )
+    with EventLog(paths.events) as log:
+        log.append(started)
+        log.append(CheckpointCommitted(time=0, step=6, generation=1, bytes=1, seconds=1))
+    identity = identify(before)
+    with pytest.raises(ConfigError) as caught:
+        check_found(after, identity, "auto", find(after, identity))
+    error = caught.value
+    assert (error.field, error.value) == (
+        "checkpoint.store", str(tmp_path / is_now) if is_now else None
+    )  # fmt: skip
+    assert f"was committed to {store or 'the directory of the run'}, by " in error.fact
+    assert error.fix.startswith("Set checkpoint.store as it was")
+    save(before, 6, identity.id)
+    check_found(before, identity, "auto", find(before, identity))
 
 
 def test_a_run_that_went_back_to_the_seed_begins_there_again(paths: RunPaths) -> None:

@@ -291,6 +291,23 @@ def test_a_misspelled_setting_is_refused_before_text_is_read(texts: Path, tmp_pa
     assert (error.field, error.value) == ("train.task.model.settings", "num_hiden_layers")
 
 
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4, num_key_value_heads = 3"),
+        ({"intermediate_size": 0}, "model.layers.0.mlp.gate_proj.weight"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+    ],
+)
+def test_a_model_that_cannot_compute_or_learn_is_refused_before_text_is_read(
+    texts: Path, tmp_path: Path, changes: dict[str, int], value: str
+) -> None:
+    model = {"settings": {**SETTINGS, **changes}}
+    error = refusal(task_for(texts / "missing", model=model), str(tmp_path / "c"))
+    assert error.field == "train.task.model.settings"
+    assert value in str(error.value)
+
+
 def test_a_sample_longer_than_the_model_is_refused_before_text_is_read(
     texts: Path, tmp_path: Path
 ) -> None:
@@ -552,8 +569,10 @@ def test_a_loss_that_is_no_sum_and_count_is_refused(tmp_path: Path, loss: Any, t
     assert told in error.fact and "sum" in error.fix
 
 
-def test_a_loss_that_cannot_be_tried_here_is_left_to_the_workers(tmp_path: Path) -> None:
-    """It may need their device, their files, or a peer."""
+def test_a_loss_that_cannot_be_tried_here_is_left_to_the_workers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may need their device, their files, or a peer. What raises here is told of."""
     release = threading.Event()
 
     def raises(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -567,6 +586,29 @@ def test_a_loss_that_cannot_be_tried_here_is_left_to_the_workers(tmp_path: Path)
         task = custom(build_model=lambda: nn.Linear(3, 2), loss_function=loss)
         assert prepare(task, str(tmp_path)) is task
     release.set()
+    (told,) = caplog.messages
+    line = raises.__code__.co_firstlineno + 1
+    where = f"(line {line} of {Path(__file__).name})"
+    assert told.startswith(f"on this machine the loss raised RuntimeError: no GPU {where}. ")
+
+
+def test_a_loss_that_raises_is_told_of_with_the_users_own_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it raises itself, or what it calls does, with samples of a wrong shape."""
+
+    def misses(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        raise KeyError("x")
+
+    def wide(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(torch.cat([batch, batch], dim=1)).sum(), len(batch)
+
+    for loss, what in ((misses, "KeyError: 'x'"), (wide, "RuntimeError: mat1 and mat2 shapes")):
+        caplog.clear()
+        prepare(custom(build_model=lambda: nn.Linear(3, 2), loss_function=loss), str(tmp_path))
+        (told,) = caplog.messages
+        assert f"the loss raised {what}" in told
+        assert f"(line {loss.__code__.co_firstlineno + 1} of {Path(__file__).name})" in told
 
 
 def test_an_operator_without_a_deterministic_way_is_refused_unless_it_is_asked_for(
