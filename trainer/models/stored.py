@@ -62,18 +62,22 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Places of one shape, along a dimension that they do not have."""
+class _OfParts:
+    """Places that are put together."""
 
     parts: Sequence[Place]
     """In order."""
     dim: int
-    """The new dimension."""
+    """Along which dimension."""
 
     def names(self) -> Iterator[str]:
         """See Place."""
         for part in self.parts:
             yield from part.names()
+
+
+class Stacked(_OfParts):
+    """Places of one shape, along a dimension that they do not have."""
 
     def shape(self, stored: Stored) -> Index:
         """See Place."""
@@ -91,19 +95,8 @@ class Stacked:
         return torch.stack([part.read(stored, offsets, sizes) for part in parts], self.dim)
 
 
-@dataclass(frozen=True)
-class Joined:
+class Joined(_OfParts):
     """Places one after the other, along a dimension that they have."""
-
-    parts: Sequence[Place]
-    """In order."""
-    dim: int
-    """That dimension."""
-
-    def names(self) -> Iterator[str]:
-        """See Place."""
-        for part in self.parts:
-            yield from part.names()
 
     def shape(self, stored: Stored) -> Index:
         """See Place."""

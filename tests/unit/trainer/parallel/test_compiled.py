@@ -14,9 +14,10 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 from torch import nn
-from torch.nn.functional import cross_entropy
 
+from tests.support import layered_llama
 from tests.support.counting_backend import Counting
+from tests.support.layered_llama import LAYERS, VOCABULARY, loss_of
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.errors import CompileError, ConfigError
@@ -32,8 +33,6 @@ from trainer.parallel.compiled import (
 from trainer.parallel.recompute import recompute_blocks
 from trainer.tasks.custom import CustomTask
 
-LAYERS, VOCABULARY = 3, 64
-
 
 @pytest.fixture
 def backend() -> Iterator[Counting]:
@@ -44,19 +43,9 @@ def backend() -> Iterator[Counting]:
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    """Always with the same weights."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    return layered_llama.llama()
 
 
 def learn(model: nn.Module, samples: int = 2) -> tuple[float, list[torch.Tensor]]:
@@ -64,8 +53,7 @@ def learn(model: nn.Module, samples: int = 2) -> tuple[float, list[torch.Tensor]
     generator = torch.Generator().manual_seed(1)
     batch = torch.randint(VOCABULARY, (samples, 17), generator=generator)
     model.zero_grad()
-    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+    loss, _ = loss_of(model, batch)
     if torch.is_grad_enabled():
         loss.backward()
     return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
