@@ -66,7 +66,7 @@ class Gpus:
         self._handles = dict(one for one in opened if one is not None)
         self._asked_singly: dict[tuple[str, str], list[int]] = {}
         """(GPU, field) -> the NVLinks of which each is asked for itself; none where the field tells
-        of them. Found out once, as each look reads them."""
+        of them. Found out once there is a number, as each look reads them."""
 
     @property
     def handles(self) -> Mapping[str, Any]:
@@ -158,12 +158,19 @@ class Gpus:
         Source: https://docs.nvidia.com/deploy/nvml-api/latest/change-log.html
         """
         key = (address, field)
-        if key not in self._asked_singly:
-            told = self._ask(lambda: self._over_field(handle, field)) is not None
-            self._asked_singly[key] = [] if told else self._active_links(handle)
-        links = self._asked_singly[key]
+        links, told = self._asked_singly.get(key), None
         if not links:
-            return self._over_field(handle, field)
+            told = self._ask(lambda: self._over_field(handle, field))
+        if links or (links is None and told is None):
+            links = links or self._active_links(handle)
+            told = self._over_counters(handle, links, counters)
+        if told is not None:
+            self._asked_singly[key] = links or []
+        return told
+
+    def _over_counters(
+        self, handle: Any, links: Sequence[int], counters: Sequence[str]
+    ) -> tuple[int] | None:
         answers = [self._ask_link(handle, link, name) for link in links for name in counters]
         found = [answer for answer in answers if answer is not None]
         return (sum(found),) if found else None

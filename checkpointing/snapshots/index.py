@@ -114,6 +114,7 @@ class SnapshotIndex:
     def swept(self, step: int, generation: int) -> None:
         """What generations up to `generation` wrote of steps up to `step` is being deleted, but for
         the complete snapshot: parts that are still to come make nothing whole of it."""
+        self._swept = {g: s for g, s in self._swept.items() if g > generation or s > step}
         self._swept[generation] = max(step, self._swept.get(generation, 0))
 
     def went_back(self, step: int, generation: int) -> None:

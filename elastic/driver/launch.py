@@ -25,6 +25,7 @@ from elastic.driver.resources import (
     check_device,
     check_kinds,
     check_nodes,
+    check_spares,
     find_unused,
     wait_for_workers,
 )
@@ -255,6 +256,7 @@ class Launch:
         self._say_layout()
         tell("waiting for the resources of the smallest layout")
         plan = wait_for_workers(self.scaling, self.train.parallel)
+        check_spares(self.scaling, self.train.parallel)
         if self.scaling.device == "cuda" and not may_bring_nodes():
             check_kinds(self.train, accelerator_types())
         tell("starting the run: coordinator, supervisor, workers")

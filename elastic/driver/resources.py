@@ -142,20 +142,26 @@ def find_lacking(scaling: ScalingConfig, parallel: ParallelConfig, room: int) ->
 
 def check_nodes(scaling: ScalingConfig, parallel: ParallelConfig) -> None:
     """Warns where the layout does not go with the nodes there are: they do not hold a group whose
-    workers talk in every layer, are other than the levels it is gathered in, or have no room for
-    the spares and will have none. This process has joined the cluster.
+    workers talk in every layer, or are other than the levels it is gathered in. This process has
+    joined the cluster.
 
     Raises:
         ConfigError: on GPUs no node holds what is meant for NVLink, and no autoscaler could bring
             one that does.
     """
-    rooms = [count_fitting(scaling, node) for node in resources_per_node()]
-    if (told := find_lacking(scaling, parallel, sum(rooms))) and not may_bring_nodes():
-        log.warning("%s", told)
-    for misfit in find_misfits(parallel, max(rooms, default=0)):
+    room = max((count_fitting(scaling, node) for node in resources_per_node()), default=0)
+    for misfit in find_misfits(parallel, room):
         if misfit.refused and scaling.device == "cuda" and not may_bring_nodes():
             raise ConfigError(misfit.field, misfit.value, misfit.fact, misfit.fix)
         log.warning("%s", misfit)
+
+
+def check_spares(scaling: ScalingConfig, parallel: ParallelConfig) -> None:
+    """Warns where the nodes have no room for the spares, and no autoscaler could bring any. To be
+    called when the start has waited for nodes."""
+    room = sum(count_fitting(scaling, node) for node in resources_per_node())
+    if (told := find_lacking(scaling, parallel, room)) and not may_bring_nodes():
+        log.warning("%s", told)
 
 
 def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:

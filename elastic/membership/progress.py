@@ -91,7 +91,7 @@ class Progress:
         if self._explained:
             self.in_vain = 0
         else:
-            self.in_vain = self.in_vain + 1 if step == self._failed_at else 1
+            self.in_vain = self.spent_in_vain + 1 if step == self._failed_at else 1
         self._failed_at = step
 
     def begin(self, step: int, *, back: bool) -> None:

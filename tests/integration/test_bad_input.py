@@ -24,7 +24,7 @@ from elastic import (
     ResourcesError,
     ScalingConfig,
 )
-from elastic.driver.resources import check_nodes
+from elastic.driver.resources import check_nodes, check_spares
 from tests.support.tiny import tiny_task, tiny_train, tiny_trainer
 
 Build = Callable[[Path, Path], ElasticTrainer]
@@ -217,9 +217,9 @@ def test_levels_that_are_no_nodes(cluster: None, caplog: pytest.LogCaptureFixtur
 
 
 def test_spares_without_room(cluster: None, caplog: pytest.LogCaptureFixture) -> None:
-    check_nodes(ScalingConfig(max_replicas=11, spares=1), ParallelConfig())
+    check_spares(ScalingConfig(max_replicas=11, spares=1), ParallelConfig())
     assert "spares" not in caplog.text
-    check_nodes(ScalingConfig(max_replicas=11, spares=2), ParallelConfig())
+    check_spares(ScalingConfig(max_replicas=11, spares=2), ParallelConfig())
     assert "scaling.spares = 2: 1 of them will not be there: the cluster has room for 12" in (
         caplog.text
     )

@@ -272,6 +272,7 @@ def test_the_nvlinks_of_gpus_before_blackwell_are_asked_one_by_one() -> None:
         ("NVML_NVLINK_ERROR_DL_RECOVERY", 11): 1,
     }
     calls: list[str] = []
+    starts = [True]
 
     def unknown_fields(handle: str, asked: Sequence[Any]) -> list[SimpleNamespace]:
         calls.append("fields")
@@ -288,9 +289,11 @@ def test_the_nvlinks_of_gpus_before_blackwell_are_asked_one_by_one() -> None:
 
     a100 = gpus(
         nvmlDeviceGetFieldValues=unknown_fields,
-        nvmlDeviceGetNvLinkState=state,
+        nvmlDeviceGetNvLinkState=lambda handle, link: 0 if starts else state(handle, link),
         nvmlDeviceGetNvLinkErrorCounter=count,
     )
+    assert [one.values for one in a100.read(0.0)] == [{"lost": 0.0}], "no link is up yet"
+    starts.clear()
     nothing_new = {"lost": 0.0, "nvlink_errors": 6.0, "nvlink_recoveries": 1.0}
     assert [one.values for one in a100.read(5.0)] == [nothing_new]
     calls.clear()

@@ -1636,6 +1636,16 @@ def test_steps_before_a_planned_regroup_begin_the_row_anew() -> None:
     assert group.membership.stopped is None
 
 
+def test_steps_that_are_given_up_begin_the_row_anew_too() -> None:
+    """The run goes back to one checkpoint again and again, and commits steps in between."""
+    progress = Progress(restore_step=10)
+    for _ in range(2 * IN_VAIN):
+        progress.record(14)
+        progress.interrupted(10)
+        assert progress.in_vain == 1
+        progress.begin(10, back=True)
+
+
 def test_a_loss_before_a_planned_regroup_begins_the_row_anew() -> None:
     group = Group(replicas=3, start=2)
     group.start("a0", "b1")
