@@ -98,7 +98,7 @@ class HeldRoom(LocalStore):
     Args:
         root: where it is.
         note: where the other writers read how many bytes are left. It is locked while this process
-            writes: no lock outlives its process.
+            writes: no lock outlives its process and those that it has forked.
         needed_bytes: in all.
     """
 
@@ -255,7 +255,8 @@ def _adopt(folder: Path, live: AbstractSet[str], node: str) -> None:
             for file in [path for path in orphan.rglob("*") if path.is_file()]:
                 target = folder / node / file.relative_to(orphan)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                file.replace(target)
+                with contextlib.suppress(FileNotFoundError):  # the note of a writer that ends
+                    file.replace(target)
             shutil.rmtree(orphan)
 
 

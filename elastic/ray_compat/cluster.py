@@ -279,6 +279,15 @@ def is_actor() -> bool:
     return ray.is_initialized() and not here.actor_id.is_nil()
 
 
+def see_own_gpus() -> None:
+    """Has this process see those GPUs alone that Ray has given it, also where the cluster has Ray
+    leave that to others (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES): a worker computes on the
+    first one that it sees. To be called before CUDA starts."""
+    given = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    if given:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(given)
+
+
 def started_anew() -> bool:
     """Whether this actor was started in the place of one whose process died. Ray's own question
     warns on the user's console that it asks in a deprecated way."""

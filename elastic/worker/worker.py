@@ -42,6 +42,7 @@ from elastic.protocol.job import Job
 from elastic.protocol.messages import Build, Identity, Leave, LinkTest, Report, Run, Stop
 from elastic.protocol.roster import cross_prefix, most_replicas, replica_prefix
 from elastic.providers.sigterm import on_sigterm
+from elastic.ray_compat.cluster import see_own_gpus
 from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
 from elastic.worker.run_sight import RunSight
@@ -106,6 +107,8 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        if job.scaling.device == "cuda":
+            see_own_gpus()
         threads = max(1, int(job.scaling.cpus_per_worker))
         torch.set_num_threads(threads)
         if job.train.compile != "off":

@@ -277,6 +277,7 @@ def leave_replica_group() -> None:
     if not aborts.wait_for_ends(_LEAVING_S):
         log.warning("NCCL has not ended this worker's former groups in %g s", _LEAVING_S)
     with _ending:
+        _connections.left = True
         while _meshes:
             # Only torch.compile reads it; not every release has it.
             getattr(_meshes.pop(), "_pg_registry", {}).clear()
@@ -448,7 +449,7 @@ def _abort_replica_group(connections: Connections) -> None:
         # Gloo waits for a machine that is gone, and destroying the group does, too, with the lock.
         connections.cut()
     with _ending:
-        if _on_nccl():
+        if _on_nccl() and not connections.left:
             _aborted.set()
             names = tuple(dist.distributed_c10d._world.pg_names.items())
             with aborts.together() as all_there:

@@ -33,6 +33,8 @@ class Connections:
 
     def __init__(self, inodes: Iterable[int] = ()) -> None:
         self._inodes = set(inodes)
+        self.left = False
+        """Whether their group was left: a call that came before says nothing of the next one."""
 
     def add(self, inode: int) -> None:
         """One more."""

@@ -113,10 +113,10 @@ def _product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) ->
 
 def _product_on_cpu(a: Scaled, b: Scaled, dtype: torch.dtype) -> torch.Tensor:
     """The same: each product of two numbers of 8 bits is exact in float32, and so is a scale."""
-    product = a.data.float() @ b.data.float().t()
-    return (product * (a.inverse * b.inverse)).to(
-        dtype
-    )  # it may be kept for backward: not in place
+    with torch.autocast("cpu", enabled=False):
+        product = a.data.float() @ b.data.float().t()
+    # Not in place: `product` may be kept for backward.
+    return (product * a.inverse * b.inverse).to(dtype)
 
 
 def _scaled_weight(w_NK: torch.Tensor) -> Scaled:

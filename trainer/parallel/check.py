@@ -120,6 +120,7 @@ def _dropout(config: Mapping[str, Any]) -> dict[str, float]:
         and not name.startswith(("classifier", "summary"))
         and not name.endswith("layerdrop")
         and isinstance(value, int | float)
+        and not isinstance(value, bool)
         and value > 0
     }
 

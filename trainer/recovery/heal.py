@@ -103,6 +103,9 @@ class Newcomer:
         if no_room is not None and self._fail(self._too_slow(no_room)):
             return
         self._backlog.keep(commit, gradient)
+        if self._failed:  # meanwhile: copying takes its time
+            self._backlog.clear()
+            return
         if no_room is not None:
             self._apply_oldest()
         self.steps_behind = max(self.steps_behind, len(self._backlog))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,3 +28,10 @@ def _records_are_closed() -> Iterator[None]:
         yield
     for log in logs:
         log.close()
+
+
+@pytest.fixture(autouse=True)
+def _garbage_is_collected() -> Iterator[None]:
+    """The dispatcher puts it off for longer than most loops here last."""
+    yield
+    gc.enable()

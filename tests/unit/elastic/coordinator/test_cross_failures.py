@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from pathlib import Path
 
 from elastic.coordinator.cross_failures import CrossFailures
@@ -25,7 +24,6 @@ class Desk(CoordinatorDesk):
     async def hear(self, *told: tuple[str | None, int]) -> None:
         for worker, generation in told:
             await self.failures.take(generation, f"reset, says {worker}", worker)
-        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
 
     def noted(self) -> list[tuple[str | None, str | None, str]]:
         return [(e.worker, e.node, e.reason) for e in self.happened(events.CrossGroupLost)]

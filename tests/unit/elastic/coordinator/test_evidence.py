@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import threading
@@ -114,7 +113,6 @@ def test_a_slow_storage_holds_up_nobody_whose_peer_was_killed(
         await asyncio.to_thread(wait_until, kept.exists)
 
     asyncio.run(play())
-    gc.enable()  # the dispatcher puts it off for longer
     desk.records.end("interrupted", None).result()
     assert (desk.paths.incidents / "001" / "b.txt").read_text() == "in loop"
 

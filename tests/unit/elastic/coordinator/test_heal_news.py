@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from pathlib import Path
 
 from elastic.coordinator.heal_news import HealNews
@@ -32,7 +31,6 @@ class Desk(CoordinatorDesk):
             membership.heals.resume((heal,), roster, {"b": newcomer.formed}, ())
             await self.news.failed("b", TOO_SLOW)
         await asyncio.sleep(0)  # the agents are told aside
-        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
 
 
 def test_after_three_failures_the_newcomer_is_ended_and_its_machine_is_not_suspect(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,6 @@ def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
                 await asyncio.sleep(0.01)
             ended.append(list(agents.killed))
         await looking
-        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
         return ended
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == [["a"], ["a", "b"]]
@@ -78,7 +76,6 @@ def test_nobody_is_ended_while_answers_wait_for_the_storage(
         answers.set()
         await told
         await looking
-        gc.enable()
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
     assert agents.killed == ["a"], "it has had its time since, and does not come"

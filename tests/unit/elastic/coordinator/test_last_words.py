@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import json
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from subprocess import PIPE
 from typing import IO
@@ -45,12 +44,6 @@ from tests.support.watching import wait_until
 PATIENCE_S = 20.0
 GPU = Reading(kind="gpu", of="0000:53:00", at_s=5.0, values={"power_w": 71.0}, pids=(7,))
 OTHERS = Reading(kind="gpu", of="0000:9b:00", at_s=5.0, values={"power_w": 71.0}, pids=(8,))
-
-
-@pytest.fixture(autouse=True)
-def _collect() -> Iterator[None]:
-    yield
-    gc.enable()  # the dispatcher puts it off for longer
 
 
 class Agents:

@@ -4,7 +4,6 @@ those in common are lost, with the evidence. And whose it has tried where a repl
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ class Desk(CoordinatorDesk):
             test = LinkTest(generation=generation, short=short, of_bytes=1000, bound_s=10.0)
             await self.tests.take(worker, test)
         await asyncio.sleep(0)  # the agents are told aside
-        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
 
 
 def test_the_one_in_common_is_lost_with_the_evidence(tmp_path: Path) -> None:
@@ -141,7 +139,6 @@ def test_connections_between_the_nodes_of_a_replica_and_others(tmp_path: Path) -
     assert [link[:2] for link in failed] == [("a", "b"), ("c", "b"), ("d", "b")]
     assert failed[0].came == "64 of 262,144 bytes in 1.5 s"
     assert asyncio.run(desk.tests.remove(failed)) == {"b"}
-    gc.enable()
     (tested,), (lost,) = desk.happened(events.LinksTested), desk.happened(events.WorkerLost)
     assert (tested.removed, lost.worker, lost.cause) == (["b"], "b", "link")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import shutil
 import threading
 from dataclasses import replace
@@ -160,7 +159,6 @@ def test_that_old_ones_cannot_be_deleted_is_told_once_until_they_can(tmp_path: P
         assert told == [0, 1, 1, 1, 2]
 
     asyncio.run(play())
-    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
     assert "000000000002-1-0" in desk.happened(events.RetentionFailed)[0].reason
 
 
@@ -183,7 +181,6 @@ def test_a_commit_stands_whatever_becomes_of_the_old_ones(
 
     monkeypatch.setattr("elastic.coordinator.publisher.retire", no_thread)
     asyncio.run(play())
-    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
     assert [event.step for event in desk.happened(events.CheckpointCommitted)] == [last]
     assert desk.membership.progress.restore_step == last
     (failed,) = desk.happened(events.RetentionFailed)
@@ -226,7 +223,6 @@ def test_an_old_one_is_deleted_when_the_run_can_go_back_to_the_new_one(
     monkeypatch.setattr("elastic.coordinator.publisher.commit", going_back)
     monkeypatch.setattr("elastic.coordinator.publisher.retire", watched)
     asyncio.run(play())
-    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
     assert known_then == ([2] if lost else [2, 4])
     kept = list_steps(open_store(desk.paths.checkpoints), Keys())
     assert kept == [progress.restore_step] == [2 if lost else 4]
@@ -267,7 +263,6 @@ def test_failed_saves_leave_nothing_behind(tmp_path: Path) -> None:
         await aside()
 
     asyncio.run(play())
-    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
     assert list_steps(store, Keys()) == [2, 8]
     for step in (2, 8):
         assert verify_checkpoint(store, Keys(), step, threads=1).findings == ()
@@ -374,7 +369,6 @@ def test_parts_that_count_no_longer_are_deleted_once_the_run_is_past_them(tmp_pa
         await save(12)
 
     asyncio.run(play())
-    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
     assert {Keys().step_of(key) for key in store.list("d/")} == {10, 12}
 
 
@@ -410,7 +404,6 @@ def test_a_store_that_deletes_nothing_holds_no_writer(
         monkeypatch.setattr(f"elastic.coordinator.publisher.{name}", hangs)
     monkeypatch.setattr("elastic.coordinator.receipts._DELETING_S", 0.01)
     asyncio.run(play())
-    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
     assert [event.step for event in desk.happened(events.CheckpointCommitted)] == [2]
 
 
@@ -465,7 +458,6 @@ def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -
         await receipts.failed(last, now, "no network")
 
     asyncio.run(play())
-    gc.enable()  # the dispatcher puts it off for longer than this loop lasts
     assert desk.membership.stopped is not None
     assert "the last checkpoint could not be written" in str(desk.membership.stopped.error)
     assert len(desk.happened(events.CheckpointSkipped)) == 2

@@ -4,7 +4,6 @@ round it; only Ray and the agents are stand-ins."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -50,7 +49,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("SETTLE_S", "LOOK_S", "LEAVE_S", "FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
         monkeypatch.setattr(replacements, name, 0.01)
     yield
-    gc.enable()
 
 
 class Reboots(RayProvider):

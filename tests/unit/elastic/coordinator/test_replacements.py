@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -43,7 +42,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("SETTLE_S", "LOOK_S", "LEAVE_S", "FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
         monkeypatch.setattr(replacements, name, 0.01)
     yield
-    gc.enable()
 
 
 class Desk(CoordinatorDesk):

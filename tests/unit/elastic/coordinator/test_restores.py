@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -201,7 +200,6 @@ def test_a_machine_that_cannot_reach_the_store_is_replaced(desk: Desk) -> None:
         await asyncio.sleep(0)
         assert desk.agents.killed == ["a"] and desk.membership.stopped is None
         await desk.restores.failed("b", 20, GENERATION + 1, error)
-        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
 
     asyncio.run(play())
     assert "b" not in desk.agents.killed and desk.membership.stopped is not None
@@ -221,7 +219,6 @@ def test_a_reader_without_the_mount_costs_no_checkpoint(desk: Desk, tmp_path: Pa
         for name, error in (("a", missing.value), ("b", flipped), ("c", gone)):
             await desk.restores.failed(desk.worker(name), 20, GENERATION, error)
         await asyncio.sleep(0)  # the agents are told aside
-        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
 
     asyncio.run(play())
     assert desk.agents.killed == ["a", "b", "c"]
@@ -248,7 +245,6 @@ def test_of_two_that_have_opened_two_records_the_one_with_another_is_lost(
             error = OtherRecordError(20, sha256)
             await desk.restores.failed(desk.worker(name), 20, GENERATION, error)
         await asyncio.sleep(0)  # the agents are told aside
-        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
 
     asyncio.run(play())
     assert desk.agents.killed == ["b"]
@@ -268,7 +264,6 @@ def test_two_machines_that_read_other_bytes_are_believed(desk: Desk) -> None:
         for name in ("a", "b"):
             await desk.restores.failed(desk.worker(name), 20, GENERATION, flipped)
         await asyncio.sleep(0)
-        gc.enable()
 
     asyncio.run(play())
     assert desk.agents.killed == ["a"]
@@ -287,7 +282,6 @@ def test_two_machines_that_read_two_checkpoints_of_a_step_are_not(desk: Desk) ->
         )
         await desk.restores.failed(desk.worker("b"), 20, GENERATION, flipped)
         await asyncio.sleep(0)
-        gc.enable()
 
     asyncio.run(play())
     assert desk.agents.killed == ["a", "b"]

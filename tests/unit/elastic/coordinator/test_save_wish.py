@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,6 @@ from trainer.replication.step_commit import Saving
 
 def play(scene: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scene)
-    gc.enable()  # the dispatcher puts it off for longer than a loop here lasts
 
 
 def test_a_loss_that_makes_them_the_last_asks_as_a_notice_does(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ roster has come yet."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import queue
 import threading
@@ -125,7 +124,6 @@ class Desk(CoordinatorDesk):
         deadline = time.monotonic() + within_s
         while not self.agents.killed and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        gc.enable()  # the dispatcher puts it off for longer than this loop lasts
         return self.agents.killed
 
 
@@ -338,7 +336,6 @@ def test_a_loss_in_the_last_look_before_the_verdict_explains_it(tmp_path: Path) 
             await asyncio.sleep(0)
 
     asyncio.run(run())
-    gc.enable()
     assert desk.membership.stopped is None
     assert [event.worker for event in desk.happened(events.WorkerLost)] == ["b"]
     assert desk.happened(events.LinksTested) == [] and not desk.paths.incidents.exists()

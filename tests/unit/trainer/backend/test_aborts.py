@@ -137,6 +137,17 @@ def test_a_call_ends_the_groups_across_replicas_and_the_replica_s(
     assert names(asked, ends) == {"cross", "replica"}
 
 
+def test_a_call_that_comes_late_leaves_the_next_replica_alone(
+    ends: list[tuple[str, str]], replica: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread has come to its turn when that is made."""
+    former = groups.replica_connections()
+    monkeypatch.setattr(groups, "end_replica_collectives", lambda: None)
+    leave_replica_group()
+    assert names(abort_groups(replica=former), ends) == set()
+    assert names(abort_groups(replica=groups.replica_connections()), ends) == {"replica"}
+
+
 def test_no_abort_waits_for_a_group_that_is_aborted_after_it(
     ends: list[tuple[str, str]], replica: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

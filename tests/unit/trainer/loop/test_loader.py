@@ -327,7 +327,7 @@ def test_who_leaves_does_not_wait_for_a_read_and_the_next_generation_has_its_own
 
 
 def test_a_generation_reads_what_its_replica_lacks_and_then_all_its_lanes() -> None:
-    config = settings(None, 1, task=None, global_batch=24, micro_batch=2)
+    config = settings(Watched(), 1, task=None, global_batch=24, micro_batch=2)
     found = list(
         micro_batches(config, 3, SAMPLES, 0, steps=range(4, 6), missing=[2], dealt=lambda _: [0, 2])
     )
@@ -341,4 +341,4 @@ def test_a_generation_reads_what_its_replica_lacks_and_then_all_its_lanes() -> N
 
 def test_less_than_nothing_ahead_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train.prefetch"):
-        settings(None, -1, task=None, micro_batch=None).check(1)
+        settings(Watched(), -1, task=None, micro_batch=None).check(1)

@@ -103,6 +103,17 @@ def test_what_fake_tensors_do_not_know_is_no_reason_to_refuse() -> None:
         check_computes(family_of(config["model_type"]), config, 8)
 
 
+def test_kernels_that_need_a_gpu_are_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes a package of kernels where it is installed, whatever the device."""
+
+    def kernel(*_: Any) -> Any:
+        raise RuntimeError("Expected x.is_cuda() to be true, but got false.")
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", kernel)
+    config = ModelConfig(settings=SHARED).resolve(300)
+    check_computes(family_of("llama"), config, 8)
+
+
 class OfOurOwn(ModelFamily):
     """Builds its models itself."""
 
