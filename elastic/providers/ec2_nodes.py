@@ -97,8 +97,14 @@ class Ec2Provider:
     def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
         if not self._config.reboot:
             return None
+        from botocore.exceptions import HTTPClientError
+
         self._own(machine, reason)
-        self._client("ec2").reboot_instances(InstanceIds=[machine])
+        try:
+            self._client("ec2").reboot_instances(InstanceIds=[machine])
+        except HTTPClientError as error:  # it was sent; who hears of a failure may send it again
+            lost = type(error).__name__
+            return f"EC2 was asked to reboot it, and its answer was lost ({lost})"
         return "it was rebooted"
 
     def complaints(self) -> dict[str, str]:

@@ -87,7 +87,10 @@ class KubeProvider:
         if HEALTH_LABEL not in found["metadata"].get("labels", {}):
             return None  # nobody in a plain cluster reboots a node
         done = self._ask_hyperpod(path, REBOOT, reason)
-        return f"{done}; {self._delete_pods(nodes, machine)}"
+        try:
+            return f"{done}; {self._delete_pods(nodes, machine)}"
+        except Exception as error:  # who hears of a failure asks for the reboot again
+            return f"{done}; pods are left: {type(error).__name__}: {error}"
 
     def complaints(self) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -64,10 +64,11 @@ class NodeProvider(Protocol):
         """Starts the machine anew, where it comes back by itself. Arguments: see `replace`.
 
         Returns:
-            What was done, in words; None: this machine cannot be rebooted so, replace it.
+            What was done, in words, also where it is only known to have been asked for; None: this
+            machine cannot be rebooted so, replace it.
 
         Raises:
-            ProviderAwayError: ask again later.
+            ProviderAwayError: it may have been asked for, or not; ask again later.
             Exception: it was not done.
         """
 

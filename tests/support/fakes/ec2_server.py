@@ -41,6 +41,8 @@ class Cloud:
         """Subnet, or "" for requests without one -> error code of RunInstances there."""
         self.forgotten: set[str] = set()
         """Instances that have ended so long ago that EC2 knows nothing of them any more."""
+        self.unanswered: set[str] = set()
+        """Actions that are carried out, and whose answers are lost: the line breaks."""
         self.launches: list[dict[str, str]] = []
         """The parameters of every RunInstances, as they came."""
         self.reboots: list[str] = []
@@ -153,8 +155,12 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {**self.headers, "Content-Length": str(len(body))}
         upstream.request("POST", urlsplit(self.path).path, body, headers)
         answer = upstream.getresponse()
-        self._send(answer.status, answer.read())
+        told = answer.read()
         upstream.close()
+        if asked["Action"] in server.cloud.unanswered:
+            self.close_connection = True
+            return
+        self._send(answer.status, told)
 
     def _refuse(self, code: str) -> None:
         error = f"<Error><Code>{code}</Code><Message>injected</Message></Error>"

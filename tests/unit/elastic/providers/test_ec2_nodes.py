@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.retries.standard import ExponentialBackoff
 
 import elastic.providers.ec2_nodes
 from elastic.errors import NoCapacityError, ReplaceError
@@ -34,6 +35,7 @@ def cloud(server: Cloud) -> Cloud:
     server.forgotten.clear()
     server.launches.clear()
     server.reboots.clear()
+    server.unanswered.clear()
     server.calls.clear()
     return server
 
@@ -79,6 +81,17 @@ def test_one_is_rebooted_where_its_image_starts_ray_and_it_has_the_tag(cloud: Cl
     with pytest.raises(ReplaceError, match="tag cluster=llama, and it is left alone"):
         provider(reboot=True).reboot([node()], other, REASON)
     assert cloud.reboots == [ours]
+
+
+def test_a_reboot_whose_answer_is_lost_counts_as_asked_for(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.0)
+    ours = cloud.instance()["InstanceId"]
+    cloud.unanswered.add("RebootInstances")
+    said = provider(reboot=True).reboot([node()], ours, REASON)
+    assert said == "EC2 was asked to reboot it, and its answer was lost (ConnectionClosedError)"
+    assert set(cloud.reboots) == {ours}
 
 
 def test_a_group_replaces_its_instance_at_the_same_size(cloud: Cloud) -> None:

@@ -90,6 +90,22 @@ def test_only_hyperpod_reboots_a_node_where_that_is_due(kube: Kube) -> None:
     assert provider(kube).reboot([POD], "n1", REASON) is None
 
 
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_reboot_that_was_asked_for_counts_though_its_pods_are_not_deleted(
+    kube: Kube, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """They go with the node. An error would have it asked for again."""
+    monkeypatch.setattr(kube_api, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(kube_api, "_PATIENCE_S", 0.02)
+    kube.add_node("n1", **{HEALTH_LABEL: "Schedulable"})
+    kube.refusals = [("DELETE", status)] * 10
+    said = provider(kube).reboot([POD], "n1", REASON)
+    assert said is not None and len(kube.refusals) < 10
+    assert said.startswith("HyperPod was asked for UnschedulablePendingReboot; pods are left: ")
+    assert f"HTTP Error {status}" in said and "ray-worker-7" in kube.pods
+    assert kube.nodes["n1"]["metadata"]["labels"] == {HEALTH_LABEL: "UnschedulablePendingReboot"}
+
+
 def test_all_pods_of_the_cluster_on_a_node_are_deleted(kube: Kube) -> None:
     kube.add_pod("ray-worker-9", "n1", "10.0.0.11")
     other = NodeIdentity(node="cd34", address="10.0.0.11", instance="ray-worker-9")
