@@ -14,7 +14,7 @@
                                               ──► NodeProvider.replace ──► replaced | failed
                                          or, where a reboot is due and possible ──► rebooted
     told, failed ──► looked at each minute ──► cleared, when nothing speaks against it any more
-    a coordinator that a reboot took with it had asked for that ──► rebooted
+    a coordinator that a reboot took with it had asked for that ──► rebooted; perhaps ──► replaced
     begun ──► looked at each minute ──► cleared by `elastic nodes clear`: left, and not replaced
 
 The run leaves the machine as one that Ray drains, so it never falls below `min_replicas` for it.
@@ -121,8 +121,8 @@ class Replacements:
         nothing speaks against them any more -> since when. They hold nobody back."""
         self._begun = list(begun)
         self._unfinished: list[events.NodeReplacement] = []
-        self._left: set[str] = set()
-        """Nodes of those of them whose replacement had begun."""
+        self._left: dict[str, float] = {}
+        """Nodes of those of them whose replacement had begun -> when."""
         self._began = False
         records.followers.append(self._suspicions.hear)
 
@@ -138,9 +138,9 @@ class Replacements:
             self._suspected[event.node] = event.machine
             newest[event.node] = event
             if event.outcome == "begun":
-                self._left.add(event.node)
+                self._left[event.node] = event.time
             elif event.outcome != "held_back":
-                self._left.discard(event.node)
+                self._left.pop(event.node, None)
         for node, event in newest.items():
             if event.outcome == "cleared":
                 del self._suspected[node]
@@ -209,15 +209,24 @@ class Replacements:
         machine = await self._suspicions.machine_named(event.node, event.machine)
         if self._provider is None or machine.unknown is not None:
             return
-        if await self._suspicions.is_on_probation(machine.name, event.time):
-            done = "a coordinator that ended since has asked for it"
-            self._note(machine, "rebooted", event.reason, done, event.step)
-        elif event.node in self._left:  # held back since, if at all, for want of capacity
-            await self._replace(self._provider, machine, event)
+        if event.node in self._left:  # held back since, if at all, by its provider
+            await self._go_on_after_begun(self._provider, machine, event)
         elif await self._stands(event) and await self._nodes_to_leave(
             machine, event.reason, event.step
         ):
             await self._replace_when_allowed(self._provider, machine, event.reason, event.step)
+
+    async def _go_on_after_begun(
+        self, provider: NodeProvider, machine: Machine, event: events.NodeReplacement
+    ) -> None:
+        """A machine is not rebooted twice: where nobody knows whether it was, it is replaced."""
+        probation = await self._suspicions.probation_of(machine.name, self._left[event.node])
+        if probation == "rebooted":
+            done = "a coordinator that ended since has asked for it"
+            self._note(machine, "rebooted", event.reason, done, event.step)
+            return
+        step: Step = "replace_node" if probation == "perhaps" else event.step
+        await self._replace(provider, machine, replace(event, step=step))
 
     async def _look_on(self, event: events.NodeReplacement) -> None:
         """A machine stays as it is: it is suspect for as long as something speaks against it, and
@@ -335,12 +344,15 @@ class Replacements:
             before = await self._suspicions.put_on_probation(machine, reason)
             try:
                 done = await self._aside.on_thread(provider.reboot, nodes, machine.name, reason)
+            except ProviderAwayError:
+                raise  # it may have been asked for
             except Exception:
-                await self._suspicions.take_from_probation(machine, before)
+                await self._suspicions.take_from_probation(machine)
                 raise
             if done is not None:
+                await self._suspicions.rebooted(machine, before)
                 return "rebooted", done
-            await self._suspicions.take_from_probation(machine, before)
+            await self._suspicions.take_from_probation(machine)
         done = await self._aside.on_thread(provider.replace, nodes, machine.name, reason)
         await self._suspicions.forget(machine)
         return "replaced", done

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.workers import Workers
@@ -269,8 +270,8 @@ class Suspicions:
                 log.warning("%s is still remembered as suspect: %s", machine.name, error)
 
     async def put_on_probation(self, machine: Machine, reason: str) -> tuple[Mark, ...]:
-        """It is about to be rebooted, and this coordinator may go with it: a mark stands for what
-        spoke against it. Returns that, for `take_from_probation`."""
+        """It is about to be rebooted, and this coordinator may go with it: a mark says so, beside
+        what speaks against it. Returns that, for `rebooted`."""
         mark = Mark(
             time=time.time(),
             weight=REBOOTED_WEIGHT,
@@ -278,33 +279,40 @@ class Suspicions:
             run=self._run,
             detail=reason,
         )
-        async with self._writing:
-            unwritten = self._unwritten.pop(machine.name, ())
-            try:
-                return (
-                    *await self._aside.on_thread(self._file.put, machine.name, mark),
-                    *unwritten,
-                )
-            except (OSError, SuspectFileError) as error:
-                log.warning("%s is still remembered as suspect: %s", machine.name, error)
-                self._unwritten[machine.name] = (mark,)
-                return unwritten
+        *before, _ = await self._remember(machine.name, mark)
+        tries = [one for one in before if self._is_reboot(one)]
+        if tries:  # its platform was away: the newest stands for them
+            await self._take_away(machine.name, lambda one: one in tries)
+        return tuple(before)
 
-    async def take_from_probation(self, machine: Machine, before: Iterable[Mark]) -> None:
-        """It is not rebooted: what spoke against it `before` does again."""
-        async with self._writing:
-            self._unwritten.pop(machine.name, None)
-            try:
-                await self._aside.on_thread(self._file.take_back, machine.name, self._is_reboot)
-            except (OSError, SuspectFileError) as error:
-                log.warning("%s is still remembered as rebooted: %s", machine.name, error)
-        for mark in before:
-            await self._remember(machine.name, mark)
+    async def rebooted(self, machine: Machine, before: Collection[Mark]) -> None:
+        """Its reboot was asked for: of what spoke against it `before`, nothing does any more."""
+        await self._take_away(machine.name, lambda one: one in before)
 
-    async def is_on_probation(self, machine: str, since: float) -> bool:
-        """Whether this run has asked for a reboot of a machine since then."""
+    async def take_from_probation(self, machine: Machine) -> None:
+        """It is not rebooted."""
+        await self._take_away(machine.name, self._is_reboot)
+
+    async def _take_away(self, machine: str, wrong: Callable[[Mark], bool]) -> None:
+        async with self._writing:
+            unwritten = self._unwritten.pop(machine, ())
+            if kept := tuple(mark for mark in unwritten if not wrong(mark)):
+                self._unwritten[machine] = kept
+            try:
+                await self._aside.on_thread(self._file.take_back, machine, wrong)
+            except (OSError, SuspectFileError) as error:
+                log.warning("%s is still remembered as it was: %s", machine, error)
+
+    async def probation_of(
+        self, machine: str, since: float
+    ) -> Literal["none", "perhaps", "rebooted"]:
+        """Whether this run has asked for a reboot of a machine since then: perhaps, where what
+        spoke against it before still does."""
         marks = await self._marks_of(machine) or ()
-        return any(self._is_reboot(mark) and mark.time >= since for mark in marks)
+        for index, mark in enumerate(marks):
+            if self._is_reboot(mark) and mark.time >= since:
+                return "perhaps" if index else "rebooted"
+        return "none"
 
     def _is_reboot(self, mark: Mark) -> bool:
         return mark.cause == REBOOTED and mark.run == self._run

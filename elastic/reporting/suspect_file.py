@@ -63,15 +63,6 @@ class SuspectFile:
             self._write(record)
         return record
 
-    def put(self, machine: str, mark: Mark) -> tuple[Mark, ...]:
-        """Has one mark stand for all that a machine has. Returns those. Raises as `add_all` does,
-        also of a file that was damaged."""
-        with self._locked():
-            record = self.read()
-            before = record.get(machine, ())
-            self._write({**record, machine: (mark,)})
-        return before
-
     def take_back(self, machine: str, wrong: Callable[[Mark], bool]) -> None:
         """Forgets those marks of a machine that are wrong."""
         with self._locked():

@@ -885,6 +885,8 @@ class Reboots(Scarce):
         self.ends = threading.Event()
         """Set when the caller may hear of it; not while its machine goes down."""
         self.ends.set()
+        self.late: Exception | None = None
+        """How it ends then, where not well."""
 
     def machine_of(self, node: NodeIdentity) -> str:
         return f"m-{node.node}"
@@ -894,6 +896,8 @@ class Reboots(Scarce):
             raise self.refusals.pop(0)
         self.rebooted.append([node.node for node in nodes])
         assert self.ends.wait(PATIENCE_S)
+        if self.late is not None:
+            raise self.late
         return "it was rebooted"
 
 
@@ -911,7 +915,8 @@ def test_a_reboot_that_takes_the_coordinator_with_it_is_asked_for_once(tmp_path:
 
     first.run(goes_down)
     happened = first.told()
-    (left,) = first.file.read()["m-B"]
+    spoke, left = first.file.read()["m-B"]
+    assert (spoke.cause, spoke.detail) == ("gpu_error", "Xid 95"), "nobody knows whether it was"
     assert (left.cause, left.detail) == ("rebooted", "gpu_error: Xid 95")
     second = Desk(tmp_path, provider=provider)
     second.replacements.replay(happened)
@@ -920,16 +925,77 @@ def test_a_reboot_that_takes_the_coordinator_with_it_is_asked_for_once(tmp_path:
         second.replacements.begin()
         second.lose_on("B", NODE)  # not heard of again
         second.join_from("B")
-        *_, done = await second.outcomes("begun", "rebooted")
+        await second.lose("b", cause=CRASH)
+        *_, done = await second.outcomes("begun", "replaced")
+        assert (done.node, done.step) == ("B", "replace_node")
+
+    second.run(comes_back)
+    assert provider.rebooted == [["B"]] and provider.replaced == ["m-B"]
+    assert second.file.read() == {}
+    provider.ends.set()
+
+
+def test_a_reboot_that_was_made_is_known_to_the_next_coordinator(tmp_path: Path) -> None:
+    """The one before it ended before it could tell."""
+    provider = Reboots()
+    first = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        first.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        await first.outcomes("begun")
+        await first.lose("b", cause=CRASH)
+        await first.outcomes("begun", "rebooted")
+
+    first.run(story)
+    begun, _ = first.told()
+    second = Desk(tmp_path, provider=provider)
+    second.replacements.replay([begun])
+
+    async def comes_back() -> None:
+        second.replacements.begin()
+        second.lose_on("B", NODE)  # not heard of again
+        second.join_from("B")
+        *_, done = await second.outcomes("begun", "rebooted", "rebooted")
         assert (done.node, done.step) == ("B", "reboot")
         second.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
         while len(second.file.read()["m-B"]) < 2:
             await asyncio.sleep(0.005)
 
     second.run(comes_back)
-    assert provider.rebooted == [["B"]] and second.drained == []
+    assert provider.rebooted == [["B"]] and second.drained == [] and not provider.replaced
     assert [one.cause for one in second.file.read()["m-B"]] == ["rebooted", "gpu_error"]
-    provider.ends.set()
+
+
+def test_a_reboot_that_the_platform_may_have_heard_of_counts_as_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is away whenever it is asked, and the coordinator goes down before it asks again."""
+    monkeypatch.setattr(replacements, "FIRST_PAUSE_S", 0.3)
+    monkeypatch.setattr(replacements, "LONGEST_PAUSE_S", PATIENCE_S)
+    away = ProviderAwayError("PATCH /nodes/m-B", "the line broke", "Look at it")
+    provider = Reboots(away, away, away)
+    first = Desk(tmp_path, provider=provider)
+
+    async def goes_down() -> None:
+        first.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        await first.outcomes("begun")
+        await first.lose("b", cause=CRASH)
+        await first.outcomes("begun", "held_back", "held_back")
+
+    first.run(goes_down)
+    assert [one.cause for one in first.file.read()["m-B"]] == ["gpu_error", "rebooted"]
+    provider.refusals.clear()
+    second = Desk(tmp_path, provider=provider)
+    second.replacements.replay(first.told())
+
+    async def comes_back() -> None:
+        second.replacements.begin()
+        await second.lose("b", cause=CRASH)
+        while second.told()[-1].outcome not in ("rebooted", "replaced"):
+            await asyncio.sleep(0.005)
+
+    second.run(comes_back)
+    assert provider.rebooted == [] and provider.replaced == ["m-B"]
 
 
 @pytest.mark.parametrize("error", [PermissionError("no rights"), ProviderAwayError("a", "b", "c")])
@@ -947,6 +1013,31 @@ def test_a_machine_that_was_not_rebooted_stays_suspect(tmp_path: Path, error: Ex
     desk.run(story)
     expected = "rebooted" if away else "gpu_error"
     assert [one.cause for one in desk.file.read()["m-B"]] == [expected]
+
+
+@pytest.mark.parametrize("ends", ["rebooted", "failed"])
+def test_one_that_is_cleared_while_its_reboot_is_asked_for_stays_cleared(
+    tmp_path: Path, ends: events.ReplacementOutcome
+) -> None:
+    provider = Reboots()
+    provider.ends.clear()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        desk.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        await desk.outcomes("begun")
+        await desk.lose("b", cause=CRASH)
+        while not provider.rebooted:
+            await asyncio.sleep(0.005)
+        assert main(["nodes", "clear", str(tmp_path), "m-B"]) == 0
+        if ends == "failed":
+            provider.late = PermissionError("no rights")
+        provider.ends.set()
+        while ends not in [event.outcome for event in desk.told()]:
+            await asyncio.sleep(0.005)
+
+    desk.run(story)
+    assert desk.file.read() == {}
 
 
 def test_what_was_cleared_while_no_coordinator_was_there_is_not_replaced(tmp_path: Path) -> None:

@@ -28,14 +28,6 @@ def test_marks_are_kept_machine_by_machine(tmp_path: Path) -> None:
     assert file.clear(None) == 1 and file.read() == {} and not file.path.exists()
 
 
-def test_one_mark_is_put_in_the_place_of_all_of_a_machine(tmp_path: Path) -> None:
-    file = SuspectFile(tmp_path)
-    assert file.put("m", mark(0.0)) == ()
-    file.add_all({"m": (mark(60.0),), "n": (mark(1.0), mark(61.0))})
-    assert file.put("m", mark(120.0)) == (mark(0.0), mark(60.0))
-    assert file.read() == {"m": (mark(120.0),), "n": (mark(1.0), mark(61.0))}
-
-
 def test_no_run_loses_the_mark_of_another(tmp_path: Path) -> None:
     def add(run: int) -> None:
         for number in range(20):
