@@ -37,8 +37,8 @@ from health.verdict import Step
 
 log = logging.getLogger(__name__)
 
-ASK_S = 60.0
-"""How often the platform is asked."""
+ASK_S, LONGEST_ASK_S = 60.0, 600.0
+"""How often the platform is asked. For what machine a node is, ever more rarely."""
 
 REBOOT_S = 900.0
 """For so long after a reboot was asked for the end of the machine is that reboot: it may come
@@ -113,6 +113,8 @@ class Suspicions:
         self._suspect, self._find, self._live = suspect, find, live
         self._met: dict[str, asyncio.Future[Machine]] = {}
         self._recalled: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
+        """What was warned of, and of which node."""
         self._blamed: set[str] = set()
         """Nodes that the platform's word was taken against."""
         self._not_lost: dict[str, float] = {}
@@ -227,10 +229,16 @@ class Suspicions:
             identity = self._find(node)
             name = identity.name if self._provider is None else self._provider.machine_of(identity)
         except Exception as error:
-            log.warning("the machine of node %s is not known: %s", node, error)
+            self._warn_once("the machine of node %s is not known: %s", node, error)
             unknown = f"{type(error).__name__}: {error}"
             return Machine(node=identity, name=identity.name, unknown=unknown)
         return Machine(node=identity, name=name)
+
+    def _warn_once(self, fact: str, node: str, error: Exception) -> None:
+        """Of what is tried again and again for a node."""
+        if (fact, node) not in self._warned:
+            self._warned.add((fact, node))
+            log.warning(fact, node, error)
 
     async def weigh(self, machine: str) -> float:
         """What speaks against a machine by now: it fades, and is 0 where it was cleared. It stays
@@ -319,10 +327,15 @@ class Suspicions:
 
     async def _recall(self, node: str) -> None:
         """The first worker of a machine has started: what is remembered of it? It is looked up
-        until that is known, or the run ends."""
+        until that is known, or nobody is there any more, or the run ends."""
+        pause_s = ASK_S
         while not await self._is_recalled(node):
-            if not await self._aside.goes_on_for(ASK_S):
+            if not await self._aside.goes_on_for(pause_s):
                 return
+            if node not in self._workers.nodes:
+                self._recalled.discard(node)  # whoever starts there has it looked up anew
+                return
+            pause_s = min(2 * pause_s, LONGEST_ASK_S)
 
     async def _is_recalled(self, node: str) -> bool:
         """Whether it can be looked up now what is remembered of a machine. Where that is enough, it
@@ -332,14 +345,14 @@ class Suspicions:
             if self._provider is None and not record:
                 return True
             machine = await self.machine_of(node)
-            if machine.unknown is not None and (record or node in self._not_lost):
-                return False  # what is remembered goes by its name
+            if machine.unknown is not None:
+                return False  # what is remembered goes by its name, and so does what comes yet
             if node in self._not_lost:
                 await self._take_back(machine.name, self._not_lost[node])
                 del self._not_lost[node]
                 record = await self._aside.on_thread(self._file.read)
         except (OSError, SuspectFileError) as error:
-            log.warning("what is remembered of node %s is looked up again: %s", node, error)
+            self._warn_once("what is remembered of node %s is looked up again: %s", node, error)
             return False
         marks = record.get(machine.name, ())
         if is_suspect(marks, time.time()):
@@ -387,9 +400,10 @@ class Suspicions:
             except Exception as error:
                 log.warning("the platform does not say how its machines are: %s", error)
                 continue
-            for node in self._workers.nodes:
+            twice = told.keys() & before.keys()
+            for node in self._workers.nodes if twice else ():
                 name = (await self.machine_of(node)).name
-                if node not in self._blamed and name in told and name in before:
+                if node not in self._blamed and name in twice:
                     self._blamed.add(node)
                     self.accuse(node, "platform", told[name], 1.0)
             before = told

@@ -38,7 +38,8 @@ PATIENCE_S = 20.0
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Minutes as hundredths of a second. The dispatcher puts the collector off for longer than
     these loops last."""
-    monkeypatch.setattr(suspicions, "ASK_S", 0.01)
+    for name in ("ASK_S", "LONGEST_ASK_S"):
+        monkeypatch.setattr(suspicions, name, 0.01)
     for name in ("SETTLE_S", "LOOK_S", "LEAVE_S", "FIRST_PAUSE_S", "LONGEST_PAUSE_S"):
         monkeypatch.setattr(replacements, name, 0.01)
     yield
@@ -229,6 +230,61 @@ def test_a_wrong_mark_goes_once_its_machine_is_known(tmp_path: Path) -> None:
 
     desk.run(story)
     assert desk.told() == []
+
+
+def test_a_machine_is_not_looked_up_when_its_workers_are_gone_but_when_others_come(
+    tmp_path: Path,
+) -> None:
+    """The clock is a machine that has workers, and is looked up as often."""
+    provider = Forgetful(1_000_000)
+    desk = Desk(tmp_path, provider=provider)
+    desk.file.add("i-B", mark())
+
+    async def until_asked(node: str, times: int) -> None:
+        wanted = provider.nodes.count(node) + times
+        while provider.nodes.count(node) < wanted:
+            await asyncio.sleep(0.005)
+
+    async def story() -> None:
+        desk.join_from("B")
+        desk.join_from("C")
+        await until_asked("B", 2)
+        await desk.lose("b", cause=CRASH)
+        await until_asked("C", 3)
+        asked = provider.nodes.count("B")
+        await until_asked("C", 3)
+        assert provider.nodes.count("B") == asked and desk.told() == []
+        provider.left = 0
+        desk.join_from("B")
+        (begun,) = await desk.outcomes("begun")
+        assert begun.machine == "i-B"
+
+    desk.run(story)
+
+
+def test_a_machine_that_stays_unknown_is_asked_for_ever_more_rarely_and_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all are where the tag is wrong."""
+    monkeypatch.setattr(suspicions, "LONGEST_ASK_S", 0.08)
+    desk = Desk(tmp_path, provider=Forgetful(6))
+    desk.file.add("i-B", mark())
+    waits, pauses = desk.aside.goes_on_for, list[float]()
+
+    def noted(seconds: float) -> Awaitable[bool]:
+        pauses.append(seconds)
+        return waits(seconds)
+
+    monkeypatch.setattr(desk.aside, "goes_on_for", noted)
+
+    async def story() -> None:
+        desk.join_from("B")
+        (begun,) = await desk.outcomes("begun")
+        assert begun.machine == "i-B"
+
+    desk.run(story)
+    assert pauses[:6] == [0.01, 0.02, 0.04, 0.08, 0.08, 0.08]
+    assert caplog.text.count("the machine of node B is not known") == 1
 
 
 @pytest.mark.parametrize("of", ["provider", "ray"])
@@ -655,8 +711,11 @@ class Forgetful(Scarce):
     def __init__(self, times: int) -> None:
         super().__init__()
         self.left = times
+        self.nodes: list[str] = []
+        """Which it was asked for."""
 
     def machine_of(self, node: NodeIdentity) -> str:
+        self.nodes.append(node.node)
         self.left -= 1
         if self.left >= 0:
             raise LookupError("no instance has this address")
