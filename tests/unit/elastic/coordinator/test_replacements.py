@@ -994,6 +994,25 @@ def test_a_reboot_that_takes_the_coordinator_with_it_is_asked_for_once(tmp_path:
     provider.ends.set()
 
 
+def test_nor_does_the_next_run_welcome_or_reboot_a_machine_that_was_perhaps_rebooted(
+    tmp_path: Path,
+) -> None:
+    provider = Reboots()
+    desk = Desk(tmp_path, provider=provider)
+    desk.file.add("m-B", mark(ago_s=60.0))
+    desk.file.add("m-B", replace(mark(0.3, ago_s=59.0), cause="rebooted", detail="link: 64 bytes"))
+
+    async def story() -> None:
+        desk.join_from("B")
+        (begun,) = await desk.outcomes("begun")
+        assert (begun.step, begun.machine) == ("replace_node", "m-B")
+        await desk.lose("b", cause=CRASH)
+        await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+    assert provider.rebooted == [] and provider.replaced == ["m-B"]
+
+
 def test_a_reboot_that_was_made_is_known_to_the_next_coordinator(tmp_path: Path) -> None:
     """The one before it ended before it could tell."""
     provider = Reboots()
