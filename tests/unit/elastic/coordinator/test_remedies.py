@@ -365,7 +365,11 @@ def test_without_an_idle_worker_elsewhere_nobody_changes_seats(tmp_path: Path) -
     assert not desk.workers.shunned_nodes
 
 
-def test_a_loss_that_makes_its_machine_suspect_by_itself_is_met_by_that(tmp_path: Path) -> None:
+def test_a_loss_that_makes_its_machine_suspect_by_itself_is_met_by_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mark against it is written long before the loss is judged."""
+    monkeypatch.setattr(remedies, "SETTLE_S", 1.0)
     desk = Desk(tmp_path)
 
     async def story() -> None:
