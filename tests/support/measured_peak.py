@@ -35,35 +35,37 @@ _REUSE = {"MALLOC_MMAP_THRESHOLD_": "16384"}
 """Has glibc give out again at once what was let go of: see `_Alive`."""
 
 
-def measured_peak(train: TrainConfig, *, replicas: int) -> int:
+def measured_peak(train: TrainConfig, *, replicas: int, evaluates: bool = False) -> int:
     """Bytes that the CPU allocator has given out at once to the first worker, from before its model
-    is built to the end of `STEPS` steps. One process for each worker."""
+    is built to the end of `STEPS` steps, or of an evaluation after them. One process for each
+    worker."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with patch.dict(os.environ, _REUSE), mp.Manager() as manager:
         results = manager.dict()
         mp.start_processes(
             _process,
-            args=(store.port, train, replicas, results),
+            args=(store.port, train, replicas, evaluates, results),
             nprocs=replicas * train.parallel.workers,
             start_method="spawn",
         )
         return int(results[0])
 
 
-def _process(place: int, port: int, train: TrainConfig, replicas: int, results: Any) -> None:
+def _process(
+    place: int, port: int, train: TrainConfig, replicas: int, evaluates: bool, results: Any
+) -> None:
     torch.set_num_threads(1)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=120)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        _train(place, meet, train, replicas)
+        loop = make_loop(place, meet, prepare_shape(train), train, replicas)
+        for _ in range(STEPS):
+            take_step(loop)
+        if evaluates:
+            loop.due.evaluate()
+        del loop
         leave_replica_group()
     if place == 0:
         results[place] = peak_of(profiler)
-
-
-def _train(place: int, meet: Rendezvous, train: TrainConfig, replicas: int) -> None:
-    loop = make_loop(place, meet, prepare_shape(train), train, replicas)
-    for _ in range(STEPS):
-        take_step(loop)
 
 
 def take_step(loop: TrainLoop) -> Commit:

@@ -3,7 +3,8 @@
 The worker is the first one of the first replica: no other has more lanes, larger slices or more to
 gather. Its step is the real one, shortened: of its lanes only the last is computed, and of that
 lane two micro-batches, as further ones add nothing to the peak; what they send and wait for is
-multiplied.
+multiplied. Of the evaluation that follows it is the first batch, for its memory alone: it is not
+compiled, and may take more than the step.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class RankNeeds:
 
     components: dict[str, int]
     """Bytes alive at the peak of a step, by what they are for; see docs/dryrun.md."""
+    evaluation_bytes: int = 0
+    """Of tensors, at the peak of an evaluation; 0: nothing is held out."""
     fault_reserve_bytes: int
     """What the loss of a replica may add to that."""
     parameters: int
@@ -84,7 +87,8 @@ class RankNeeds:
 def dry_run(
     train: TrainConfig, *, replicas: int, device: Device, task: PreparedTask | None = None
 ) -> RankNeeds:
-    """Runs one step of the first worker. The process may be in no group.
+    """Runs one step of the first worker, and a batch of an evaluation. The process may be in no
+    group.
 
     Args:
         train: what to learn.
@@ -109,6 +113,7 @@ def dry_run(
         global_batch=lanes * train.parallel.shard * train.micro_samples(lanes) * shown,
         micro_batch=train.micro_samples(lanes),
         bucket_bytes=bucket_bytes,
+        eval_samples=min(train.eval_samples, train.parallel.shard * train.micro_samples(lanes)),
     )
     watch = Watch(
         vocabulary=_vocabulary(task, train),
@@ -125,17 +130,21 @@ def dry_run(
         ):
             loop = _build(task, short, mesh, replicas, lanes, device, watch, counter)
             _step(loop, watch, times=of_lane / shown)
+            components, host_syncs = watch.peak, watch.host_syncs
+            collectives = _collectives(watch, train.parallel.dims, replicas)
+            evaluation_bytes = _evaluation_bytes(loop, watch)
             flat_bytes = loop.engine.gradient.nbytes
             offloaded_bytes = loop.engine.offloaded_bytes
             parameters = sum(param.numel() for param in loop.engine.model.parameters())
         del loop
     return RankNeeds(
-        components=watch.peak,
+        components=components,
+        evaluation_bytes=evaluation_bytes,
         fault_reserve_bytes=spare_buffers(lanes, replicas, device, most) * flat_bytes
         + staged_bytes(lanes, replicas, device, most, min(bucket_bytes, flat_bytes)),
         parameters=parameters,
-        collectives=_collectives(watch, train.parallel.dims, replicas),
-        host_syncs=watch.host_syncs,
+        collectives=collectives,
+        host_syncs=host_syncs,
         offloaded_bytes=offloaded_bytes,
     )
 
@@ -238,6 +247,16 @@ def _step(loop: DryLoop, watch: Watch, *, times: float) -> None:
     commit = loop.agree(0, failed=False, overwritten=True, witnessed=())
     assert commit is not None
     loop.finish_step(commit)
+
+
+def _evaluation_bytes(loop: DryLoop, watch: Watch) -> int:
+    """The peak of the first batch of an evaluation, which follows a step; no other is larger. 0
+    where nothing is held out."""
+    if not loop.due.batches():
+        return 0
+    watch.forget_peak()
+    loop.due.evaluate()
+    return sum(watch.peak.values())
 
 
 def _multiply(watch: Watch, factor: float) -> None:

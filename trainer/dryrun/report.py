@@ -38,12 +38,14 @@ class Report:
 
     @property
     def components(self) -> dict[str, int]:
-        """Bytes by what they are for. The last two are no part of a step's peak."""
+        """Bytes by what they are for. The last three are no part of a step's peak."""
         called = {call.group for call in self.needs.collectives if call.ranks > 1}
         groups = len({"shard" if group in (NODES, NODE) else group for group in called})
-        beside = beside_tensors(self.needs.peak_bytes, groups) if self.machine else 0
+        more = max(0, self.needs.evaluation_bytes - self.needs.peak_bytes)
+        beside = beside_tensors(self.needs.peak_bytes + more, groups) if self.machine else 0
         return {
             **self.needs.components,
+            "evaluation": more,
             "fault_reserve": self.needs.fault_reserve_bytes,
             "device": beside,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ def prepare_shape(train: TrainConfig) -> PreparedTask:
     if isinstance(task, CausalLM):
         vocabulary = _vocabulary(task)
         task.check(vocabulary)
-        return _Shape.without_text(train, vocabulary)
+        shape = _Shape.without_text(train, vocabulary)
+        return replace(shape, holds_out=task.data.holdout > 0)
     cache = tempfile.TemporaryDirectory()
     atexit.register(cache.cleanup)
     prepared: PreparedTask = task.prepare(train, cache.name)
@@ -45,9 +46,16 @@ def _vocabulary(task: CausalLM) -> int:
 class _Shape(PreparedCausalLM):
     """A causal language model without text."""
 
+    holds_out: bool = False
+    """Whether the text would have a held-out part."""
+
     def train_data(self) -> SampleSource:
         """See PreparedTask."""
         return _Tokens(self.seq_len)
+
+    def eval_data(self) -> SampleSource | None:
+        """See PreparedTask."""
+        return _Tokens(self.seq_len) if self.holds_out else None
 
 
 class _Tokens:

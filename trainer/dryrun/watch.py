@@ -151,6 +151,10 @@ class Watch(TorchDispatchMode):
         finally:
             self._sees = before
 
+    def forget_peak(self) -> None:
+        """The peak is that of what comes from here on."""
+        self.peak = dict(self._now)
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """See TorchDispatchMode. Otherwise nothing would be compiled within it."""

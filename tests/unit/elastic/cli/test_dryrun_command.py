@@ -48,10 +48,11 @@ def test_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = found["components"]
     assert set(parts) == {
         *("parameters", "gathered", "gradients", "optimizer", "activations", "logits", "buckets"),
-        *("fault_reserve", "device"),
+        *("evaluation", "fault_reserve", "device"),
     }
     assert found["needed_bytes"] == sum(parts.values()) <= found["memory_bytes"]
-    assert found["peak_bytes"] == found["needed_bytes"] - parts["fault_reserve"] - parts["device"]
+    beside = parts["evaluation"] + parts["fault_reserve"] + parts["device"]
+    assert found["peak_bytes"] == found["needed_bytes"] - beside
     assert (found["workers"], found["gpus"]) == (2, 8)
     kinds = {(c["group"], c["kind"]): c for c in found["collectives"]}
     assert kinds["replicas", "all_to_all"]["ranks"] == 2

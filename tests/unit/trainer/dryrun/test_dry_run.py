@@ -16,7 +16,7 @@ from trainer.config import OffloadConfig, OptimizerConfig, ParallelConfig, Train
 from trainer.dryrun.changes import plan_changes
 from trainer.dryrun.judge import Judge
 from trainer.dryrun.kernels import attention_backward_bytes
-from trainer.dryrun.machines import MACHINES, Machine
+from trainer.dryrun.machines import CONTEXT_BYTES, MACHINES, Machine
 from trainer.dryrun.rank import RankNeeds, dry_run
 from trainer.dryrun.report import Report
 from trainer.dryrun.reserve import spare_buffers
@@ -244,6 +244,39 @@ def test_many_workers_cost_nothing() -> None:
     assert needs.components["parameters"] < PARAMETERS * 4 / 200
 
 
+def test_an_evaluation_of_a_compiled_step_is_not_compiled() -> None:
+    """The logits are there in bfloat16, in float32, and as the latter's softmax."""
+    train = small_train(compile="on", precision="bfloat16", recompute="full", global_batch=16)
+    needs = dry_run(train, replicas=1, device="cuda")
+    weights = 4 * 4 * PARAMETERS
+    assert needs.evaluation_bytes > weights + 16 * 128 * V * (2 + 4 + 4) > needs.peak_bytes
+
+
+def test_an_evaluation_is_no_part_of_a_step_and_not_where_nothing_is_held_out() -> None:
+    train = small_train(shard=2, lanes=2, global_batch=8)
+    text = replace(train.task.data, holdout=0.0)
+    without = replace(train, task=replace(train.task, data=text))
+    found, none = (dry_run(each, replicas=2, device="cuda") for each in (train, without))
+    assert none.evaluation_bytes == 0 < found.evaluation_bytes
+    assert replace(found, evaluation_bytes=0) == none
+
+
+def test_an_evaluation_of_few_samples_takes_no_more_than_these() -> None:
+    """For each 8,192 float32 of the model and their squares, beside its 72 weights with their
+    gradient and moments."""
+    task = CustomTask(
+        build_model=lambda: nn.Linear(8, 8),
+        loss_function=lambda model, batch: (model(batch).square().sum(), len(batch)),
+        dataset=torch.ones(16, 8),
+        eval_dataset=torch.ones(256, 1024, 8),
+    )
+    train = TrainConfig(task=task, steps=2, global_batch=16, lanes=1)
+    for held_out, counted in ((1, 1), (16, 16), (256, 16)):
+        needs = dry_run(replace(train, eval_samples=held_out), replicas=1, device="cpu")
+        expected = 2 * counted * 8192 * 4
+        assert needs.evaluation_bytes == pytest.approx(expected, abs=4 * 4 * 72 + 1024)
+
+
 def test_a_task_of_ones_own() -> None:
     def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         x, y = batch
@@ -362,6 +395,15 @@ def needs_of(size: int) -> RankNeeds:
 def test_verdicts(size: float, verdict: str, fits: bool) -> None:
     found = Report(needs=needs_of(int(size)), workers=8, machine=MACHINES["p4d"], nodes=1)
     assert (found.verdict, found.fits) == (verdict, fits)
+
+
+def test_what_an_evaluation_takes_beyond_a_step_must_be_there() -> None:
+    for size, more, fits in ((10e9, 0, True), (30e9, 10e9, True), (50e9, 30e9, False)):
+        needs = replace(needs_of(int(20e9)), evaluation_bytes=int(size))
+        found = Report(needs=needs, workers=8, machine=MACHINES["p4d"], nodes=1)
+        assert found.components["evaluation"] == more
+        assert found.needed_bytes == int(1.05 * (20e9 + more)) + CONTEXT_BYTES
+        assert found.fits is fits and found.memory_refused is not fits
 
 
 def test_too_few_machines_do_not_fit() -> None:

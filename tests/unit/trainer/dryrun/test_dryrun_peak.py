@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -165,3 +166,41 @@ def test_the_peak_of_one_worker_is_the_allocators() -> None:
     train = small_train(recompute="full")
     foretold = dry_run(train, replicas=1, device="cpu").peak_bytes
     assert foretold == pytest.approx(measured_peak(train, replicas=1), rel=0.1)
+
+
+def sum_of_squares(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A loss without a target."""
+    return model(batch).square().sum(), len(batch)
+
+
+def test_the_peak_of_a_larger_evaluation_is_the_allocators() -> None:
+    """Samples that are held out are 256 times as large."""
+    task = CustomTask(
+        build_model=partial(nn.Linear, 32, 1024),
+        loss_function=sum_of_squares,
+        dataset=torch.ones(32, 32),
+        eval_dataset=torch.ones(40, 256, 32),
+    )
+    train = TrainConfig(task=task, steps=2, global_batch=16, lanes=1)
+    foretold = dry_run(train, replicas=1, device="cpu")
+    measured = measured_peak(train, replicas=1, evaluates=True)
+    assert foretold.evaluation_bytes == pytest.approx(measured, rel=0.1)
+    assert foretold.peak_bytes < 0.5 * measured
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
+def test_the_peak_of_an_evaluation_whose_step_is_compiled_is_the_allocators() -> None:
+    """The loss is not compiled there, and writes logits in float32 and their softmax."""
+    train = small_train(
+        compile="require",
+        precision="bfloat16",
+        recompute="full",
+        tied=True,
+        global_batch=16,
+        eval_samples=24,
+    )
+    foretold = dry_run(train, replicas=1, device="cpu")
+    measured = measured_peak(train, replicas=1, evaluates=True)
+    assert foretold.evaluation_bytes == pytest.approx(measured, rel=0.1)
+    assert foretold.peak_bytes < 0.8 * measured
