@@ -240,7 +240,8 @@ class Launch:
 
         tell("a dry run: does a worker fit its GPU?")
         train = dataclasses.replace(self.train, lanes=self.lanes)
-        check_memory(train, self.scaling, accelerator_types(), task)
+        gpus = int(most_on_a_node("GPU"))
+        check_memory(train, self.scaling, accelerator_types(), gpus, task)
 
     def _start(
         self, paths: RunPaths, ready: _Ready

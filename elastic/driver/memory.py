@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from ray import cloudpickle
@@ -28,25 +29,29 @@ _KINDS = {
     "B200": "p6-b200",
     "B300": "p6-b300",
 }
-"""Ray's name of a GPU -> the machine that has it."""
+"""Ray's name of a GPU -> an instance of AWS that has it."""
 
 
-def plan_memory(accelerators: Sequence[str]) -> Machine | None:
-    """The machine with the smallest GPU of the cluster; None where one is of an unknown kind.
+def plan_memory(accelerators: Sequence[str], gpus: int) -> Machine | None:
+    """A machine with the smallest GPU of the cluster; None where one is of an unknown kind. Its own
+    memory is unknown: Ray's `memory` is what its user says, or what was free when Ray started.
 
     Args:
         accelerators: Ray's names of the kinds of GPU there.
+        gpus: of the node with the most of them.
     """
     if not accelerators or any(kind not in _KINDS for kind in accelerators):
         return None
     machines = [MACHINES[_KINDS[kind]] for kind in accelerators]
-    return min(machines, key=lambda machine: machine.memory_bytes)
+    smallest = min(machines, key=lambda machine: machine.memory_bytes)
+    return replace(smallest, gpus=gpus, host_memory_bytes=None)
 
 
 def check_memory(
     train: TrainConfig,
     scaling: ScalingConfig,
     accelerators: Sequence[str],
+    gpus: int,
     task: PreparedTask | None = None,
 ) -> None:
     """Warns where a worker may not fit its GPU. A layout that cannot be tried dry is let through.
@@ -55,6 +60,7 @@ def check_memory(
         train: the settings of the run, with its lanes.
         scaling: how many replicas.
         accelerators: Ray's names of the kinds of GPU on the cluster.
+        gpus: of the node with the most of them.
         task: the run's, prepared, of which a copy is read: the workers get it as it is. None: it is
             made here, without its data.
 
@@ -62,7 +68,7 @@ def check_memory(
         ConfigError: it will not fit: the message has the table, and what would; or the settings
             cannot work.
     """
-    machine = plan_memory(accelerators)
+    machine = plan_memory(accelerators, gpus)
     if machine is None:
         kinds = ", ".join(accelerators) or "unknown to Ray"
         log.warning("no dry run: the memory of these GPUs is not in its table: %s", kinds)
@@ -87,13 +93,10 @@ def check_memory(
             f"by a dry run a worker needs {_in_words(found, machine)}",
             f"Use {change.text}" if change else "Use GPUs with more memory",
         )
-    if found.verdict != "fits" or found.lacks_host_memory:
+    if found.verdict != "fits":
         log.warning("a worker may not fit: by a dry run it needs %s", _in_words(found, machine))
 
 
 def _in_words(found: Report, machine: Machine) -> str:
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in found.components.items())
-    needed = f"{found.needed_bytes / 1e9:.1f} GB of {machine.memory_bytes / 1e9:.1f} ({parts})"
-    if found.lacks_host_memory:
-        needed += f", and its machine {found.offloaded_bytes / 1e9:.0f} GB for what is offloaded"
-    return needed
+    return f"{found.needed_bytes / 1e9:.1f} GB of {machine.memory_bytes / 1e9:.1f} ({parts})"

@@ -14,7 +14,7 @@ from elastic import ParallelConfig, ScalingConfig
 from elastic.driver.memory import check_memory, plan_memory
 from elastic.driver.preparing import prepare_task
 from tests.support.small_llama import small_train
-from trainer.config import TrainConfig
+from trainer.config import OffloadConfig, TrainConfig
 from trainer.dryrun.judge import Judge
 from trainer.dryrun.machines import MACHINES, Machine
 from trainer.errors import ConfigError
@@ -43,11 +43,35 @@ def small_gpus(monkeypatch: pytest.MonkeyPatch, size_bytes: float) -> None:
 
 
 def test_the_smallest_gpu_counts() -> None:
-    assert plan_memory(["H100", "H200"]) == MACHINES["p5"]
-    assert plan_memory(["A100-40G"]) == MACHINES["p4d"]
-    assert plan_memory(["B200", "B300"]) == MACHINES["p6-b200"]
-    assert plan_memory(["H100", "L4"]) is None
-    assert plan_memory([]) is None
+    for kinds, name in (
+        (["H100", "H200"], "p5"),
+        (["A100-40G"], "p4d"),
+        (["B200", "B300"], "p6-b200"),
+    ):
+        machine = plan_memory(kinds, 8)
+        assert machine is not None and machine.memory_bytes == MACHINES[name].memory_bytes
+    assert plan_memory(["H100", "L4"], 8) is None
+    assert plan_memory([], 0) is None
+
+
+def test_the_rest_of_a_machine_is_not_that_of_an_instance() -> None:
+    """Its GPUs are as many as Ray counts, and nobody knows its own memory."""
+    machine = plan_memory(["H200"], 1)
+    assert machine is not None
+    assert (machine.gpus, machine.host_memory_bytes) == (1, None)
+
+
+def test_what_is_offloaded_is_not_held_against_an_instance(
+    train: TrainConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = replace(MACHINES["p5"], host_memory_bytes=1)
+    monkeypatch.setitem(MACHINES, "p5", tiny)
+    offload = OffloadConfig(least_bytes=2**16)
+    offloads = replace(train, global_batch=4, recompute="full", offload=offload)
+    judge = Judge(device="cuda", machine=tiny, nodes=None)
+    assert judge.judge(offloads, 1).memory_refused, "where it is known to be such an instance"
+    check_memory(offloads, ONE, ["H100"], 8)
+    assert caplog.text == ""
 
 
 def test_what_is_too_large_is_refused_with_a_change_that_fits(
@@ -55,7 +79,7 @@ def test_what_is_too_large_is_refused_with_a_change_that_fits(
 ) -> None:
     small_gpus(monkeypatch, memory_bytes / 1.15)
     with pytest.raises(ConfigError, match=r"by a dry run a worker needs .* GB of") as error:
-        check_memory(train, ONE, ["H100"])
+        check_memory(train, ONE, ["H100"], 8)
     assert error.value.field == "train.parallel"
     # Logits, what the loss makes of them, and their gradient: 128 samples of 128 tokens.
     assert f"logits {3 * 128 * 128 * 4096 * 4 / 1e9:.1f}" in error.value.fact
@@ -69,7 +93,7 @@ def test_what_may_not_fit_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     small_gpus(monkeypatch, memory_bytes / 1.05)
-    check_memory(train, ONE, ["H100"])
+    check_memory(train, ONE, ["H100"], 8)
     assert "a worker may not fit: by a dry run it needs" in caplog.text
 
 
@@ -83,26 +107,26 @@ def test_compiled_blocks_need_what_they_keep(
     """And a compiled loss, which has no logits in float32: most of what this one needs."""
     small_gpus(monkeypatch, memory_bytes / 1.2)
     with pytest.raises(ConfigError, match="by a dry run a worker needs"):
-        check_memory(train, ONE, ["H100"])
-    check_memory(replace(train, compile="on", recompute=recompute), ONE, ["H100"])
+        check_memory(train, ONE, ["H100"], 8)
+    check_memory(replace(train, compile="on", recompute=recompute), ONE, ["H100"], 8)
 
 
 def test_what_fits_or_cannot_be_known_is_let_through(
     train: TrainConfig, memory_bytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        check_memory(train, ONE, ["H100"])
+        check_memory(train, ONE, ["H100"], 8)
         assert caplog.text == ""
-        check_memory(train, ONE, ["H100", "a GPU of tomorrow"])
+        check_memory(train, ONE, ["H100", "a GPU of tomorrow"], 8)
         assert "no dry run: the memory of these GPUs is not in its table" in caplog.text
-        check_memory(replace(train, task=None), ONE, ["H100"])
+        check_memory(replace(train, task=None), ONE, ["H100"], 8)
     assert "no dry run: AttributeError" in caplog.text
 
 
 def test_settings_that_cannot_work_are_refused(train: TrainConfig) -> None:
     three = replace(train, parallel=ParallelConfig(tensor=3))
     with pytest.raises(ConfigError, match="it does not divide"):
-        check_memory(three, ONE, ["H100"])
+        check_memory(three, ONE, ["H100"], 8)
 
 
 class Opened(torch.utils.data.Dataset[torch.Tensor]):
@@ -129,7 +153,7 @@ def test_a_dry_run_leaves_a_task_as_the_workers_get_it(
     train = TrainConfig(task=task, steps=2, global_batch=16, lanes=1)
     prepared = prepare_task(train, str(tmp_path))
     assert data.lock is not None, "it was tried"
-    check_memory(train, ONE, ["H100"], prepared)
+    check_memory(train, ONE, ["H100"], 8, prepared)
     assert caplog.text == ""
     cloudpickle.dumps(prepared)
 
@@ -146,4 +170,4 @@ class OnlyOnGpus:
 
 
 def test_a_dry_run_asks_no_converter_of_the_drivers_device(train: TrainConfig) -> None:
-    check_memory(replace(train, converters=(OnlyOnGpus(),)), ONE, ["H100"])
+    check_memory(replace(train, converters=(OnlyOnGpus(),)), ONE, ["H100"], 8)
