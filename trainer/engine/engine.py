@@ -126,8 +126,6 @@ class Engine:
         self._watch = BackwardWatch(self.model, slot.dims.fsdp, TwoLevels.of(slot.dims))
         self.compiles_next = train.compile != "off"
         """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
-        self.evaluated_sizes: set[int] = set()
-        """Of batches: the compiled blocks are made again for another size, and for evaluation."""
         self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()
         if heir_of is None:
             self._leaves = [as_leaf(local) for local in self.layout.locals]

@@ -199,7 +199,7 @@ class BetweenSteps:
                 ids = [start + shard * micro + offset for offset in range(micro)]
                 kept = [index for index in ids if index < count]
                 lost = not (self.all_evaluate or self.meet())
-                self.enter(self.progress.step, self.phase_of_batch(len(kept or [0])))
+                self.enter(self.progress.step, "evaluation")
                 if self.all_leave(lost=lost):
                     return
                 batch = self.engine.take(read(data, np.asarray(kept or [0], dtype=np.int64)))
@@ -208,12 +208,6 @@ class BetweenSteps:
                     loss_sum, tokens = loss_sum + float(loss), tokens + terms
         loss_sum, total = self.engine.sum_in_replica([loss_sum, float(tokens)])
         self.link.evaluated(self.progress.step, loss_sum / max(1.0, total), int(total))
-
-    def phase_of_batch(self, size: int) -> Phase:
-        """That of the coming batch of an evaluation."""
-        compiles = self.train.compile != "off" and size not in self.engine.evaluated_sizes
-        self.engine.evaluated_sizes.add(size)
-        return "compile" if compiles else "evaluation"
 
 
 @contextmanager

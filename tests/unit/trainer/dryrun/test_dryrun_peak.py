@@ -188,7 +188,7 @@ def test_the_peak_of_a_larger_evaluation_is_the_allocators() -> None:
     assert foretold.peak_bytes < 0.5 * measured
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ on a CPU")
 def test_the_peak_of_an_evaluation_whose_step_is_compiled_is_the_allocators() -> None:
     """The loss is not compiled there, and writes logits in float32 and their softmax."""

@@ -63,20 +63,6 @@ def loss_with(weights: dict[str, torch.Tensor], data: torch.Tensor) -> float:
     return float(total) / terms
 
 
-def test_a_batch_of_a_new_size_compiles(meet: Rendezvous) -> None:
-    """No bound of an evaluation holds for it: graphs are made for a size, here 4 and 1."""
-    entered: list[Phase] = []
-    task = replace(small_task(), eval_dataset=small_task().dataset[:9])
-    due, _ = between_steps(meet, task, entered)
-    due.evaluate()
-    assert entered == ["evaluation"] * 3
-    due.engine.evaluated_sizes.clear()
-    due.train = replace(due.train, compile="on")
-    due.evaluate()
-    due.evaluate()
-    assert entered[3:] == ["compile", "evaluation", "compile", *["evaluation"] * 3]
-
-
 def test_a_replica_without_lanes_evaluates_what_it_has_become(meet: Rendezvous) -> None:
     """It applies steps, and has no backward, after which FSDP2 would gather the weights anew."""
     data = small_task().dataset[:8]
