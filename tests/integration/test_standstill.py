@@ -93,7 +93,7 @@ def test_a_worker_that_loops_in_an_evaluation_is_ended(cluster: None, tmp_path: 
     (fired,) = [event for event in events if isinstance(event, FaultFired)]
     assert (lost.cause, lost.slot) == ("hang", "replica 1 shard 0 tensor 0")
     assert "in phase evaluation of step 10, where 2.0 s are long" in lost.detail
-    assert lost.time - fired.time < 8.0, "minutes, if nothing of evaluations was known"
+    assert lost.time - fired.time < 4.0
 
 
 def test_nobody_is_accused_in_a_run_without_fault(
