@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 from trainer.errors import ConfigError, blame
 from trainer.models.computes import check_computes
-from trainer.models.family import ModelFamily, family_of
+from trainer.models.family import family_of
 
 log = logging.getLogger(__name__)
 
-_TOKENS = 8
+Answer = TypeVar("Answer")
+
+TOKENS = 8
+"""Of a sample that a small model is tried with, at most."""
 _MOST_PARAMETERS = 50_000_000
 _LEAK = 1e-3
 """What a token may change of earlier logits, as a share of what it changes of its own. Rounding
@@ -56,21 +60,14 @@ def check_causal(config: Mapping[str, Any], seq_len: int) -> None:
     """
     if seq_len == 1:
         return
-    family, tokens = family_of(config["model_type"]), min(seq_len, _TOKENS)
-    error: Exception | None = None
-    for candidate in smaller(config):
-        try:
-            model = _build_small(family, candidate)
-            leak = None if model is None else _leak(model, tokens)
-        except Exception as raised:  # not every configuration can be made smaller
-            error = raised
-            continue
-        if leak is not None and leak > _LEAK:
+    tokens = min(seq_len, TOKENS)
+    leak, error = try_small(config, partial(_leak, tokens=tokens))
+    if leak is not None:
+        if leak > _LEAK:
             raise _not_causal(config)
-        if leak is not None:
-            return
+        return
     if error is not None:
-        check_computes(family, config, tokens)
+        check_computes(family_of(config["model_type"]), config, tokens)
     log.warning(
         "%s could not be tried: whether a later token has a part in the prediction of an earlier "
         "one is not known. A small one %s",
@@ -79,25 +76,34 @@ def check_causal(config: Mapping[str, Any], seq_len: int) -> None:
     )
 
 
-def small_models(config: Mapping[str, Any]) -> Iterator[Any]:
-    """Small models of a configuration, those of them that can be built and are small enough to try;
-    in evaluation, parameters on the meta device."""
+def try_small(
+    config: Mapping[str, Any], attempt: Callable[[Any], Answer | None]
+) -> tuple[Answer | None, Exception | None]:
+    """Tries small models of a configuration, one after the other, until one gives an answer.
+
+    Args:
+        config: the complete configuration.
+        attempt: called with a model in evaluation, parameters on the meta device; None: it says
+            nothing of that one.
+
+    Returns:
+        The answer; and, where none gave one, what the last of those has raised that have.
+    """
     family = family_of(config["model_type"])
+    error: Exception | None = None
     for candidate in smaller(config):
         try:
-            model = _build_small(family, candidate)
-        except Exception as error:  # not every configuration can be made smaller
-            log.debug("%s cannot be made smaller: %s", config["model_type"], error)
+            model = family.build_on_meta(candidate).eval()
+            if sum(param.numel() for param in model.parameters()) > _MOST_PARAMETERS:
+                continue
+            answer = attempt(model)
+        except Exception as raised:  # not every configuration can be made smaller
+            log.debug("%s cannot be made smaller: %s", config["model_type"], raised)
+            error = raised
             continue
-        if model is not None:
-            yield model
-
-
-def _build_small(family: ModelFamily, config: Mapping[str, Any]) -> Any:
-    """None where the model is too large to try."""
-    model = family.build_on_meta(config).eval()
-    parameters = sum(param.numel() for param in model.parameters())
-    return model if parameters <= _MOST_PARAMETERS else None
+        if answer is not None:
+            return answer, None
+    return None, error
 
 
 def _leak(model: Any, tokens: int) -> float | None:

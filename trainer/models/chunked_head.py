@@ -10,10 +10,9 @@ Shapes: x_BSD is (batch, sequence, model dim), N is batch × sequence.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -21,11 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
-from trainer.models.causal import small_models
-
-log = logging.getLogger(__name__)
-
-_TOKENS = 8
+from trainer.models.causal import TOKENS, try_small
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 Entropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -89,26 +84,25 @@ def check_chunks(config: Mapping[str, Any], chunk: int, seq_len: int) -> None:
     Raises:
         ConfigError: the model has no head, or changes its logits after it.
     """
-    for model in small_models(config):
-        chunk_head(model, chunk)
-        try:
-            _try_chunks(model, min(seq_len, _TOKENS))
-        except ConfigError:
-            raise
-        except Exception as error:  # not every configuration can be made smaller
-            log.debug("%s cannot be made smaller: %s", config["model_type"], error)
-            continue
-        return
+    refused, _ = try_small(config, partial(_refusal, chunk=chunk, tokens=min(seq_len, TOKENS)))
+    if isinstance(refused, ConfigError):
+        raise refused
 
 
-def _try_chunks(model: Any, tokens: int) -> None:
+def _refusal(model: Any, *, chunk: int, tokens: int) -> ConfigError | Literal["none"]:
+    """Of a small model on the meta device."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         named = model.named_parameters(remove_duplicate=False)
         weights = {name: torch.randn(param.shape) * 0.2 for name, param in named}
         model.load_state_dict(weights, strict=False, assign=True)
         ids = torch.arange(2, 2 + tokens)[None]
-        with_losses(model, ids, input_ids=ids, use_cache=False)
+        try:
+            chunk_head(model, chunk)
+            with_losses(model, ids, input_ids=ids, use_cache=False)
+        except ConfigError as error:
+            return error
+    return "none"
 
 
 def same(returned: torch.Tensor, first: torch.Tensor) -> bool:

@@ -119,6 +119,12 @@ class Desk(CoordinatorDesk):
             await asyncio.sleep(0.005)
         return self.told()
 
+    async def until_it_may_reboot(self) -> None:
+        """A reboot of machine B is due, and its only worker leaves."""
+        self.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
+        await self.outcomes("begun")
+        await self.lose("b", cause=CRASH)
+
     def told(self) -> list[events.NodeReplacement]:
         return self.happened(events.NodeReplacement)
 
@@ -966,9 +972,7 @@ def test_a_reboot_that_takes_the_coordinator_with_it_is_asked_for_once(tmp_path:
     first = Desk(tmp_path, provider=provider)
 
     async def goes_down() -> None:
-        first.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
-        await first.outcomes("begun")
-        await first.lose("b", cause=CRASH)
+        await first.until_it_may_reboot()
         while not provider.rebooted:
             await asyncio.sleep(0.005)
 
@@ -1019,9 +1023,7 @@ def test_a_reboot_that_was_made_is_known_to_the_next_coordinator(tmp_path: Path)
     first = Desk(tmp_path, provider=provider)
 
     async def story() -> None:
-        first.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
-        await first.outcomes("begun")
-        await first.lose("b", cause=CRASH)
+        await first.until_it_may_reboot()
         await first.outcomes("begun", "rebooted")
 
     first.run(story)
@@ -1055,9 +1057,7 @@ def test_a_reboot_that_the_platform_may_have_heard_of_counts_as_asked_for(
     first = Desk(tmp_path, provider=provider)
 
     async def goes_down() -> None:
-        first.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
-        await first.outcomes("begun")
-        await first.lose("b", cause=CRASH)
+        await first.until_it_may_reboot()
         await first.outcomes("begun", "held_back", "held_back")
 
     first.run(goes_down)
@@ -1083,9 +1083,7 @@ def test_a_machine_that_was_not_rebooted_stays_suspect(tmp_path: Path, error: Ex
     away = isinstance(error, ProviderAwayError)
 
     async def story() -> None:
-        desk.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
-        await desk.outcomes("begun")
-        await desk.lose("b", cause=CRASH)
+        await desk.until_it_may_reboot()
         await desk.outcomes(*(["begun", "held_back", "rebooted"] if away else ["begun", "failed"]))
 
     desk.run(story)
@@ -1102,9 +1100,7 @@ def test_one_that_is_cleared_while_its_reboot_is_asked_for_stays_cleared(
     desk = Desk(tmp_path, provider=provider)
 
     async def story() -> None:
-        desk.replacements.mend("B", "gpu_error", "Xid 95", 1.0, "reboot")
-        await desk.outcomes("begun")
-        await desk.lose("b", cause=CRASH)
+        await desk.until_it_may_reboot()
         while not provider.rebooted:
             await asyncio.sleep(0.005)
         assert main(["nodes", "clear", str(tmp_path), "m-B"]) == 0
