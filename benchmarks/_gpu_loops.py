@@ -168,10 +168,11 @@ def train_plain(tell: Tell, work: Workload, steps: int, trace: bool) -> None:
     blocks = HUGGING_FACE.blocks(model)
     for param in model.parameters():  # AdamW's moments are what they are
         param.data = param.data.to(getattr(torch, work.state))
-    if work.recompute is not None:
+    budget = work.recompute if isinstance(work.recompute, float) else None
+    if work.recompute is not None and not isinstance(work.recompute, float):
         recompute_blocks(model, blocks, work.recompute)
     if work.compile != "off":  # as the loss is then, by the task
-        compile_blocks(model, blocks, required=True)
+        compile_blocks(model, blocks, required=True, budget=budget)
     for name in blocks:
         fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -89,7 +89,7 @@ class Workload:
     """Of them that go through the model at once."""
     device: Literal["cpu", "cuda"]
     """Where."""
-    recompute: Literal["full"] | int | None = None
+    recompute: Literal["full", "selective"] | int | float | None = None
     """See TrainConfig."""
     loss_chunk: int | None = None
     """See CausalLM."""

@@ -77,8 +77,9 @@ def measure_recovery(device: str, repeats: int) -> dict[str, Any]:
 
 def lose_one(fabric: Fabric, ranks: int) -> dict[str, float]:
     """Seconds from the kill until the last of the others is there; a step of this model takes
-    milliseconds. They are called away when the process has ended, which takes a while where it has
-    a GPU (`told_s`); who shares a connection with it may find out before."""
+    milliseconds. They are called away when the process is seen to be about to end (`told_s`), as by
+    a node's agent; where it has a GPU it takes a while until it has ended, and until its peers'
+    connections are closed."""
     store = play(live, fabric, ranks, processes=ranks, dies=KILLED)
     killed_s = float(store.get("killed"))
     others = [number for number in range(ranks) if number != KILLED]

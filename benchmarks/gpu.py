@@ -75,6 +75,8 @@ NARROW: dict[str, dict[str, Any]] = {
     "compiled": {},
     "compiled, every 4th recomputed": {"recompute": 4},
     "compiled, every 2nd recomputed": {"recompute": 2},
+    "compiled, selective": {"recompute": "selective"},
+    "compiled, 0.3 kept": {"recompute": 0.3},
     "compiled, recomputed": {"recompute": "full"},
     "all three": {"recompute": "full", "loss_chunk": 1024},
 }

@@ -8,12 +8,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
+from multiprocessing.process import BaseProcess
 from typing import Literal
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from health.process import is_ending, read_state
 from tests.support.fabric import Fabric
 from trainer.backend.polling import poll_until
 
@@ -38,8 +39,8 @@ def play(
     dies: int | None = None,
 ) -> dist.TCPStore:
     """Runs `body(number, port, fabric, *arguments)` in so many processes, and calls the others to
-    leave generation 1 when the one that `dies` has ended, or stands still. Returns the store in
-    which they meet."""
+    leave generation 1 as a node's agent does: when the one that `dies` is about to end, or stands
+    still. Returns the store in which they meet."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     running = mp.start_processes(
         body,
@@ -53,7 +54,7 @@ def play(
     with killed_after(running):
         if lost is not None:
             del running.sentinels[lost.sentinel]
-            poll_until(lambda: not lost.is_alive() or _stands_still(lost.pid), bool, TIMEOUT_S)
+            poll_until(lambda: _is_lost(lost), bool, TIMEOUT_S)
             store.set("died", str(time.monotonic()))
             store.set("fault 1", "")
         while not running.join():
@@ -75,10 +76,7 @@ def killed_after(running: mp.ProcessContext) -> Iterator[None]:
             process.join()
 
 
-def _stands_still(pid: int) -> bool:
-    """Whether a signal has stopped a process."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended, perhaps while it was read
-        return False
-    return status.rpartition(")")[2].split()[0] == "T"
+def _is_lost(process: BaseProcess) -> bool:
+    assert process.pid is not None
+    stopped = read_state(process.pid) == "T"
+    return stopped or is_ending(process.pid) or not process.is_alive()
