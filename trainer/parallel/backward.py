@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.parallel.lone_gradients import Pending, add_in_place
 from trainer.parallel.param_group import param_group
 from trainer.parallel.two_level import TwoLevels
 
@@ -56,18 +57,15 @@ class _GroupMemory:
     """The reduce-scatter of one group (torch's `ReduceScatter` interface), with memory of ours for
     its result.
 
-    FSDP2 asks for the input and then for the output, which gets ours. Over one rank the input does,
-    too; and without ours, or where both are smaller because some parameters have no gradient, the
-    output gets the input's. As they are the same tensor then, FSDP2's copy from one to the other
-    does nothing.
+    FSDP2 asks for the input and then for the output, which gets ours, but where some parameters
+    have no gradient: then it is smaller. Over one rank it asks only then (`lone_gradients`).
     """
 
-    def __init__(self, levels: TwoLevels | None, *, alone: bool) -> None:
-        self._levels, self._alone = levels, alone
+    def __init__(self, levels: TwoLevels | None) -> None:
+        self._levels = levels
         self.offered: torch.Tensor | None = None
+        """For the next reduce-scatter's result."""
         self.count: int | None = None
-        self._input: torch.Tensor | None = None
-        """Over one rank: memory that was given for an input, until the output is asked for."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -76,17 +74,11 @@ class _GroupMemory:
         ours, (count,) = self.offered, size
         if ours is not None and ours.dtype == dtype and count == ours.numel():
             return ours
-        given, self._input = self._input, None
-        if given is not None and given.dtype == dtype and count == given.numel():
-            return given
-        memory = torch.empty(size, dtype=dtype, device=device)
-        if self._alone:
-            self._input = memory
-        return memory
+        return torch.empty(size, dtype=dtype, device=device)
 
     def offer(self, part: torch.Tensor | None) -> None:
         """Gives memory for the next reduce-scatter, or takes it back."""
-        self.offered, self._input = part, None
+        self.offered = part
         if part is not None:
             self.count = part.numel()
 
@@ -136,8 +128,8 @@ class BackwardWatch:
     def __init__(self, model: nn.Module, ranks: int, levels: TwoLevels | None = None) -> None:
         modules = _watched(model)
         self._groups = [param_group(module) for module in modules]
-        self._memories = [_GroupMemory(levels, alone=ranks == 1) for _ in modules]
-        self._ranks = ranks
+        self._memories = [_GroupMemory(levels) for _ in modules]
+        self._ranks, self._pending = ranks, Pending()
         self._due = [0] * len(modules)
         self._done = [False] * len(modules)
         self._finished = 0
@@ -151,6 +143,9 @@ class BackwardWatch:
             # Ranks may use different parameters: zeros for the others. Not before torch 2.13.
             if ranks > 1 and hasattr(fsdp, "set_reduce_scatter_unused_params"):
                 fsdp.set_reduce_scatter_unused_params(True, recurse=False)
+            group, memory = self._groups[index], self._memories[index]
+            if ranks == 1 and group is not None:
+                add_in_place(group, memory, partial(self._advance, index), self._pending)
         for param in model.parameters():
             if param.requires_grad:
                 cast(Any, param).grad_dtype = torch.float32
@@ -182,6 +177,7 @@ class BackwardWatch:
         try:
             yield
         finally:
+            self._pending.settle()
             self._due, self._done = [0] * len(self._due), [False] * len(self._due)
             self._finished, self._finish, self._running = 0, None, False
 
@@ -197,7 +193,10 @@ class BackwardWatch:
             # FSDP2 adds it to the gradient on this stream after the hook, and lets go of it, but
             # its memory was taken on another one.
             reduced.record_stream(torch.cuda.current_stream())
-        memory.offer(None)
+        self._advance(index)
+
+    def _advance(self, index: int) -> None:
+        self._memories[index].offer(None)
         before = self._finished
         while self._finished < len(self._done) and self._done[self._finished]:
             self._finished += 1

@@ -4,8 +4,7 @@ they are what autograd gives."""
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.support.data_plane import make_engine
 from tests.support.measured_peak import taken
@@ -28,8 +29,9 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.engine import flat_layout
 from trainer.engine.engine import Engine
 from trainer.loop.compile_ahead import compile_ahead
-from trainer.parallel import backward
+from trainer.parallel import backward, lone_gradients
 from trainer.parallel.apply import local_tensor
+from trainer.parallel.param_group import param_group
 from trainer.tasks.custom import CustomTask
 
 
@@ -158,14 +160,24 @@ def memory_of_its_own(
 def test_where_a_gradient_lies_changes_no_bit(
     kind: str, narrow: bool, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(0, meet(port), *task_of(kind, narrow))
+    """Ours, and FSDP2's own way in memory of its own."""
     draw = torch.Generator().manual_seed(1)
     batches = [torch.randn(4, 5, generator=draw) for _ in range(3)]
-    flats = [torch.full((engine.layout.count,), rubbish) for rubbish in (9.0, 8.0)]
-    lane(engine, flats[0], batches)
+
+    def computed(rubbish: float) -> tuple[torch.Tensor, list[bool]]:
+        engine = make_engine(0, meet(port), *task_of(kind, narrow))
+        flat = torch.full((engine.layout.count,), rubbish)
+        in_place = lane(engine, flat, batches)
+        leave_replica_group()
+        return flat, in_place
+
+    ours, in_place = computed(9.0)
+    assert any(in_place)
     monkeypatch.setattr(backward._GroupMemory, "allocate", memory_of_its_own)
-    assert not any(lane(engine, flats[1], batches))
-    assert torch.equal(*flats)
+    monkeypatch.setattr(backward, "add_in_place", lambda *_: None)
+    theirs, in_place = computed(8.0)
+    assert not any(in_place)
+    assert torch.equal(ours, theirs)
 
 
 class Large(nn.Module):
@@ -179,12 +191,10 @@ class Large(nn.Module):
         return self.blocks[0](x)
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
-def test_over_one_rank_a_later_gradient_is_not_copied(port: int, narrow: bool) -> None:
-    """From the input of a reduce-scatter to its output: there is memory for one."""
+def test_over_one_rank_a_later_gradient_is_added_as_it_comes(port: int) -> None:
+    """There is memory for what autograd gives, and no other."""
     task = CustomTask(build_model=Large, loss_function=loss_of, dataset=[0])
-    train = replace(task_of("all", narrow)[1], task=task, precision="bfloat16")
-    engine = make_engine(0, meet(port), task, train)
+    engine = make_engine(0, meet(port), task, replace(task_of("all")[1], task=task))
     engine.collect_in(torch.empty(engine.layout.count))
     buffers = []
     for _ in range(3):
@@ -192,7 +202,43 @@ def test_over_one_rank_a_later_gradient_is_not_copied(port: int, narrow: bool) -
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             engine.backward(loss)
         buffers.append(taken(profiler, 4 * engine.layout.count))
-    assert buffers == [0, 1, 1]
+    assert buffers == [1, 1, 1]
+
+
+@pytest.mark.parametrize("names", ["OF_GROUP", "OF_PARAM"])
+def test_without_a_name_of_fsdp2_gradients_are_left_to_it(
+    names: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This torch has them all: else this fails, and each gradient is copied again."""
+    group = param_group(make_engine(0, meet(port), *task_of("all")).model)
+    assert "post_backward" in vars(group)
+    leave_replica_group()
+    monkeypatch.setattr(lone_gradients, names, ("gone",))
+    group = param_group(make_engine(0, meet(port), *task_of("all")).model)
+    assert "post_backward" not in vars(group)
+
+
+class Roundings(TorchDispatchMode):
+    """Counts what makes bfloat16 numbers of at least so many float32 ones."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.count = least, 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.count += self._any(torch.float32, args) and self._any(torch.bfloat16, found)
+        return found
+
+    def _any(self, dtype: torch.dtype, tree: Any) -> bool:
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        return any(t.dtype == dtype and t.numel() >= self.least for t in tensors)
 
 
 def test_narrow_gradients_are_rounded_nowhere(port: int) -> None:
@@ -203,10 +249,12 @@ def test_narrow_gradients_are_rounded_nowhere(port: int) -> None:
     engine.collect_in(torch.empty(engine.layout.count))
     for _ in range(2):
         loss, _ = engine.task.loss(engine.model, torch.ones(1, 1024))
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with Roundings(engine.layout.count) as roundings:
             engine.backward(loss)
-        casts = [e for e in profiler.events() if e.name == "aten::_to_copy"]
-        assert not [e for e in casts if math.prod(e.input_shapes[0]) >= engine.layout.count]
+        assert roundings.count == 0
+    with Roundings(engine.layout.count) as roundings:
+        torch.ones(engine.layout.count).bfloat16()
+    assert roundings.count == 1
 
 
 def test_torch_refuses_gradients_that_were_rounded(
