@@ -77,6 +77,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "compiled, every 2nd recomputed": {"recompute": 2},
     "compiled, selective": {"recompute": "selective"},
     "compiled, 0.3 kept": {"recompute": 0.3},
+    "compiled, 0.5 kept": {"recompute": 0.5},
     "compiled, recomputed": {"recompute": "full"},
     "all three": {"recompute": "full", "loss_chunk": 1024},
 }
