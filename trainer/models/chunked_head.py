@@ -25,9 +25,25 @@ from trainer.models.causal import TOKENS, try_small
 Logits = Callable[[torch.Tensor], torch.Tensor]
 Entropy = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+PIECE_BYTES = 2**26
+"""Of logits in float32 that exist at once where there is no backward; their softmax is as much."""
+
 
 def sum_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of all targets in float32, added up; logits have any number format."""
+    """Cross-entropy of all targets in float32, added up; logits have any number format.
+
+    Without a backward it takes a piece of the tokens at a time: not compiled, it would write 8
+    bytes a logit, and an evaluation take more than a step whose loss is compiled. The pieces depend
+    on the vocabulary alone, and so do the sum's bits.
+    """
+    if not torch.is_grad_enabled():
+        rows = max(1, PIECE_BYTES // (4 * logits_NV.shape[-1]))
+        pieces = zip(logits_NV.split(rows), targets_N.split(rows), strict=True)
+        return torch.stack([_sum_entropy(*piece) for piece in pieces]).sum()
+    return _sum_entropy(logits_NV, targets_N)
+
+
+def _sum_entropy(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits_NV.float(), targets_N, reduction="sum")
 
 

@@ -252,6 +252,20 @@ def test_an_evaluation_of_a_compiled_step_is_not_compiled() -> None:
     assert needs.evaluation_bytes > weights + 16 * 128 * V * (2 + 4 + 4) > needs.peak_bytes
 
 
+def test_an_evaluation_takes_no_more_than_a_compiled_step() -> None:
+    """Of a large vocabulary it has logits in bfloat16, and a piece of them in float32."""
+    words, tokens = 128_256, 4 * 8192
+    train = small_train(compile="on", precision="bfloat16", recompute="full", micro_batch=4)
+    settings = {**SETTINGS, "vocab_size": words, "max_position_embeddings": 8192}
+    model = replace(train.task.model, settings=settings)
+    data = replace(train.task.data, vocab_size=words)
+    task = replace(train.task, model=model, data=data, seq_len=8192)
+    needs = dry_run(replace(train, task=task), replicas=1, device="cuda")
+    logits = tokens * words * 2
+    assert logits < needs.evaluation_bytes < needs.peak_bytes
+    assert needs.components["logits"] == pytest.approx(2 * logits, rel=0.01)
+
+
 def test_an_evaluation_is_no_part_of_a_step_and_not_where_nothing_is_held_out() -> None:
     train = small_train(shard=2, lanes=2, global_batch=8)
     text = replace(train.task.data, holdout=0.0)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.data_plane import WorkerResult, full_parameters, run_layout
+from tests.support.gradients import fill_whole
 from tests.support.tiny import SEQ_LEN, SETTINGS, tiny_task, tiny_train, write_text
 from trainer.errors import ConfigError
-from trainer.models.chunked_head import chunk_head, sum_entropy, with_losses
+from trainer.models import chunked_head
+from trainer.models.chunked_head import PIECE_BYTES, chunk_head, sum_entropy, with_losses
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.parallel.compiled import compile_function
 from trainer.tasks.causal_lm import CausalLM
@@ -114,6 +118,37 @@ def test_logits_never_exist_whole() -> None:
         with_losses(model, batch[:, 1:], input_ids=batch[:, :-1]).logits.backward()
     assert head < whole / 2, "else the weight's gradient hides the logits"
     assert CHUNK * words <= seen.numbers <= head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_backward_the_entropy_takes_few_tokens_at_a_time(dtype: torch.dtype) -> None:
+    """A piece of them; one, where its logits are more than that."""
+    torch.manual_seed(0)
+    for tokens, words, most in ((600, 2**16, PIECE_BYTES // 4), (3, 2**25, 2**25)):
+        logits = torch.empty(tokens, words, dtype=dtype).normal_()
+        targets = torch.randint(words, (tokens,))
+        trained = sum_entropy(logits, targets)
+        with torch.no_grad(), Largest() as seen:
+            evaluated = sum_entropy(logits, targets)
+        assert 0 < seen.numbers <= most < tokens * words / 2
+        torch.testing.assert_close(evaluated, trained, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("chunk", [None, CHUNK])
+def test_an_evaluation_has_the_loss_of_a_training_forward(
+    task: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None
+) -> None:
+    mine = replace(task, loss_chunk=chunk)
+    config = tiny_train(task.data.paths[0], task=mine)  # type: ignore[arg-type]
+    prepared = mine.prepare(config, str(tmp_path))
+    model = fill_whole(prepared, config)
+    batch: Any = prepared.train_data().batch(np.arange(SAMPLES))
+    trained, terms = prepared.loss(model, batch)
+    monkeypatch.setattr(chunked_head, "PIECE_BYTES", 3 * 4 * prepared.config["vocab_size"])
+    with torch.no_grad():
+        evaluated, of = prepared.loss(model.eval(), batch)
+    assert terms == of == SAMPLES * SEQ_LEN
+    torch.testing.assert_close(evaluated, trained.detach(), rtol=1e-6, atol=0)
 
 
 def test_a_loss_that_is_compiled_is_computed_again_in_backward() -> None:
