@@ -18,7 +18,7 @@ from trainer.float8.config import Float8
 STEPS, LANES = 3, 2
 
 BESIDE_ONE: dict[str, tuple[dict[str, Any], float]] = {
-    "context": ({"parallel": ParallelConfig(context=2), "precision": "bfloat16"}, 0.02),
+    "context": ({"parallel": ParallelConfig(shard=2, context=2), "precision": "bfloat16"}, 0.02),
     "tensor": ({"parallel": ParallelConfig(tensor=2)}, 1e-5),
     "two levels": ({"parallel": ParallelConfig(shard=4, workers_per_node=2)}, 1e-5),
     "8 bits": ({"converters": (Float8(),), "precision": "bfloat16"}, 0.15),

@@ -74,7 +74,7 @@ def test_a_group_is_made_anew_after_an_abort(meet: Rendezvous, fabric: Fabric) -
         )
         assert dist.get_backend() == ("nccl" if fabric.device == "cuda" else GLOO_ASIDE)
         numbers = torch.arange(4.0, device=torch_device(fabric.device))
-        for group in (None, mesh.fsdp.get_group(), mesh.tensor.get_group()):
+        for group in (None, mesh.fsdp.get_group()):
             dist.all_reduce(numbers, group=group)
         assert numbers.tolist() == [0, 1, 2, 3]
         check_replica_group()

@@ -135,8 +135,12 @@ def make_replica_group(
         )
         _name_ranks(dist.group.WORLD, dims.workers, device)
         _describe(dist.group.WORLD, REPLICA, prefix)
-        make = partial(_mesh, device, prefix, rendezvous=rendezvous)
-        return replica_mesh(dims, make)
+        mesh = replica_mesh(dims, device, prefix)
+        if device == "cuda":  # those on Gloo were made with it
+            for each in _meshes:
+                for group in each.get_all_groups():
+                    dist.distributed_c10d._set_pg_timeout(rendezvous.timeout, group)
+        return mesh
 
 
 def _name_ranks(group: Any, workers: int, device: Device) -> None:
@@ -146,25 +150,25 @@ def _name_ranks(group: Any, workers: int, device: Device) -> None:
     group._get_backend(torch.device(device)).options.global_ranks_in_group = [*range(workers)]
 
 
-def replica_mesh(
-    dims: ParallelDims, make: Callable[[Mapping[str, int]], DeviceMesh]
-) -> ReplicaMesh:
-    """The default group along the dimensions of a replica.
+def replica_mesh(dims: ParallelDims, device: Device, prefix: str) -> ReplicaMesh:
+    """The default group along the dimensions of a replica, with no group that nobody uses: each is
+    a communicator on NCCL.
 
     Args:
         dims: these.
-        make: gives the default group's ranks as a mesh with these degrees, by name.
+        device: of their backend.
+        prefix: what the default group's ranks have met under.
     """
-    mesh, size = make({"fsdp": dims.fsdp, "tensor": dims.tensor}), dims.regathered
-    fsdp, tensor = _each_of(mesh)
-    others = (
-        dict(zip(dims.degrees, _each_of(make(dims.degrees)), strict=True)) if dims.others else {}
-    )
+    make, size = partial(_named_mesh, device, prefix), dims.regathered
     cut = dims.regathers_partly  # then there are no tensor peers
+    if dims.tensor == 1:
+        fsdp, tensor = make({"fsdp": dims.fsdp}), None
+    else:
+        fsdp, tensor = _each_of(make({"fsdp": dims.fsdp, "tensor": dims.tensor}))
     return ReplicaMesh(
         fsdp=fsdp,
         tensor=tensor,
-        others={name: others[name] for name, _ in dims.others},
+        others={name: _named_peers(device, prefix, dims, name) for name, _ in dims.others},
         regather=make({"apart": dims.fsdp // size, "regather": size}) if cut else None,
     )
 
@@ -175,24 +179,35 @@ def _each_of(mesh: DeviceMesh) -> list[DeviceMesh]:
     return [mesh[name] for name in mesh.mesh_dim_names]
 
 
-def _mesh(
-    device: Device, prefix: str, degrees: Mapping[str, int], *, rendezvous: Rendezvous
-) -> DeviceMesh:
-    """The default group's ranks as a mesh."""
-    mesh = _named_mesh(device, prefix, degrees)
-    if device == "cuda":  # those on Gloo were made with it
-        for group in mesh.get_all_groups():
-            dist.distributed_c10d._set_pg_timeout(rendezvous.timeout, group)
-    return mesh
-
-
 def _named_mesh(device: Device, prefix: str, degrees: Mapping[str, int]) -> DeviceMesh:
-    # DTensor's caches take meshes of the same shape and names for the same mesh, and would apply
-    # this process's old place in its old replica (docs/decisions/007).
-    names = tuple(f"{name} {prefix}" for name in degrees)
+    """The default group's ranks as a mesh."""
+    names = tuple(_named(name, prefix) for name in degrees)
     mesh = init_device_mesh(device, tuple(degrees.values()), mesh_dim_names=names)
     _meshes.append(mesh)
     return mesh
+
+
+def _named_peers(device: Device, prefix: str, dims: ParallelDims, name: str) -> DeviceMesh:
+    """This rank and its peers along one dimension, in a group as a mesh would make it: a mesh of
+    all dimensions makes one along each."""
+    degrees, named = dims.degrees, _named(name, prefix)
+    place = torch.arange(dims.workers).view(*degrees.values())
+    peers = place.movedim([*degrees].index(name), -1).reshape(-1, degrees[name]).tolist()
+    group: Any = dist.group.WORLD
+    if len(peers) > 1 and group.bound_device_id is not None:
+        group = dist.split_group(split_ranks=peers, group_desc=f"mesh_{named}")
+    elif len(peers) > 1:
+        group, _ = dist.new_subgroups_by_enumeration(peers, group_desc=f"mesh_{named}")
+    mesh = DeviceMesh.from_group(group, device, mesh_dim_names=(named,))
+    _meshes.append(mesh)
+    return mesh
+
+
+def _named(name: str, prefix: str) -> str:
+    """What a dimension of a mesh is called. DTensor's caches take meshes of the same shape and
+    names for the same mesh, and would apply this process's old place in its old replica
+    (docs/decisions/007)."""
+    return f"{name} {prefix}"
 
 
 @contextlib.contextmanager
@@ -203,7 +218,7 @@ def without_peers(dims: ParallelDims, device: Device) -> Iterator[ReplicaMesh]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dims.workers)
     try:
-        yield replica_mesh(dims, partial(_named_mesh, device, "without peers"))
+        yield replica_mesh(dims, device, "without peers")
     finally:
         leave_replica_group()
 

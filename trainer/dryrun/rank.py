@@ -169,7 +169,9 @@ def _vocabulary(task: PreparedTask, train: TrainConfig) -> set[int]:
 def _no_peers(dims: ParallelDims, watch: Watch) -> Iterator[ReplicaMesh]:
     """The replica's groups, which `watch` is told of."""
     with without_peers(dims, "cpu") as made:
-        named = {"shard": made.fsdp, "tensor": made.tensor, **made.others}
+        named = {"shard": made.fsdp, **made.others}
+        if made.tensor is not None:
+            named["tensor"] = made.tensor
         if made.regather is not None:
             regather = made.regather.mesh_dim_names
             assert regather is not None

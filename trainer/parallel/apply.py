@@ -81,7 +81,7 @@ def parallelize(
     """
     for dim in others:
         dim.convert(model, mesh.others[dim.name])
-    if mesh.tensor.size() > 1:
+    if mesh.tensor is not None:
         apply_tensor_parallel(model, mesh.tensor, family)
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     blocks = family.blocks(model)

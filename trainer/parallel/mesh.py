@@ -14,8 +14,8 @@ class ReplicaMesh:
 
     fsdp: DeviceMesh
     """What FSDP2 shards over: shard and the others together."""
-    tensor: DeviceMesh
-    """Tensor peers; of one root mesh with `fsdp`, as DTensor wants it."""
+    tensor: DeviceMesh | None
+    """Tensor peers, of one root mesh with `fsdp`, as DTensor wants it; None: there are none."""
     others: Mapping[str, DeviceMesh]
     """The peers along each dimension beside shard and tensor, by its name."""
     regather: DeviceMesh | None = None

@@ -69,6 +69,7 @@ def wait_for_the_last(rank: int, port: int) -> None:
     mesh = make_replica_group(
         meet, "replica/3", rank=rank, dims=ParallelDims(shard=2, tensor=2), device="cpu"
     )
+    assert mesh.tensor is not None
     fsdp, tensor = mesh.fsdp.get_group(), mesh.tensor.get_group()
     cross, _ = make_cross_groups(meet, "cross/7/0", rank=rank, size=4, device="cpu", leave_now=bool)
     for _ in range(2):

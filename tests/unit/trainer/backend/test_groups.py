@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.support.data_plane import train_in_one_replica
 from trainer.backend import groups
-from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.groups import leave_replica_group, make_replica_group, without_peers
 from trainer.backend.origin import origin_of
 from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
@@ -118,15 +118,15 @@ def test_a_peer_that_dies_while_the_group_is_made_holds_nobody_up(moment: str) -
     mp.start_processes(die_or_leave, args=(store.port, moment), nprocs=5, start_method="forkserver")
 
 
-def wait_in_vain(rank: int, port: int) -> None:
+def wait_in_vain(rank: int, port: int, dims: ParallelDims) -> None:
     """Rank 0 of 2 x 2 is alone in a collective of each of its groups."""
     store = dist.TCPStore("127.0.0.1", port)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=SHORT.total_seconds())
-    mesh = make_replica_group(
-        meet, "replica", rank=rank, dims=ParallelDims(shard=2, tensor=2), device="cpu"
-    )
+    mesh = make_replica_group(meet, "replica", rank=rank, dims=dims, device="cpu")
     if rank == 0:
-        waited_in = [mesh.fsdp.get_group(), mesh.tensor.get_group(), dist.group.WORLD]
+        made = [mesh.fsdp, *mesh.others.values(), *([mesh.tensor] if mesh.tensor else [])]
+        waited_in = {dist.group.WORLD, *(each.get_group() for each in made)}
+        assert len(waited_in) == (3 if dims.tensor > 1 else 2)
         works = [dist.all_reduce(torch.ones(1), group=g, async_op=True) for g in waited_in]
         assert origin_of(RuntimeError("the user's own")) == "code"
         for work in works:
@@ -138,9 +138,51 @@ def wait_in_vain(rank: int, port: int) -> None:
     leave_replica_group()
 
 
-def test_all_groups_of_a_replica_have_the_timeout() -> None:
+@pytest.mark.parametrize(
+    "dims",
+    [ParallelDims(shard=2, tensor=2), ParallelDims(shard=2, others=(("context", 2),))],
+    ids=str,
+)
+def test_all_groups_of_a_replica_have_the_timeout(dims: ParallelDims) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.start_processes(wait_in_vain, args=(store.port,), nprocs=4, start_method="forkserver")
+    mp.start_processes(wait_in_vain, args=(store.port, dims), nprocs=4, start_method="forkserver")
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        (ParallelDims(), {}),
+        (ParallelDims(shard=4), {}),
+        (ParallelDims(tensor=4), {"fsdp": [0]}),
+        (ParallelDims(shard=2, tensor=3), {"fsdp": [0, 3], "tensor": [0, 1, 2]}),
+        (ParallelDims(others=(("context", 4),)), {}),
+        (ParallelDims(shard=2, others=(("context", 3),)), {"context": [0, 1, 2]}),
+        (ParallelDims(shard=4, regather=2), {"apart": [0, 2], "regather": [0, 1]}),
+        (
+            ParallelDims(shard=2, others=(("context", 3), ("pipe", 2)), tensor=2),
+            {
+                "fsdp": [*range(0, 24, 2)],
+                "tensor": [0, 1],
+                "context": [0, 4, 8],
+                "pipe": [0, 2],
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_no_group_is_made_that_nobody_uses(
+    dims: ParallelDims, expected: dict[str, list[int]]
+) -> None:
+    """By the names that flight recordings have; beside the replica's own."""
+    with without_peers(dims, "cpu") as mesh:
+        made = [each for each in dist.distributed_c10d._world.pg_map if each != dist.group.WORLD]
+        found = {each.group_desc: dist.get_process_group_ranks(each) for each in made}
+        assert found == {f"mesh_{n} without peers": ranks for n, ranks in expected.items()}
+        assert len(made) == len(expected)
+        for name, degree in dims.others:
+            assert (mesh.others[name].size(), mesh.others[name].ndim) == (degree, 1)
+        assert (mesh.tensor is None) == (dims.tensor == 1)
+        assert mesh.fsdp.size() == dims.fsdp
 
 
 KEPT = """
