@@ -8,14 +8,14 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from ray.train import Checkpoint, Result, RunConfig
 
-from checkpointing import CheckpointConfig, Snapshot
+from checkpointing import CheckpointConfig, Manifest, Snapshot
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
@@ -31,9 +31,10 @@ from elastic.driver.resources import (
 )
 from elastic.driver.resume import (
     Origin,
+    add_snapshot,
     check_continues,
     check_found,
-    find_origin,
+    find_stored,
     last_generation,
     local_path,
     remove_orphans,
@@ -182,8 +183,9 @@ class Launch:
         """
         if not has_finished(paths):
             return None
-        saved = paths, read_events(paths.events), identify(paths), None
-        last = self._find_origin(*saved, None).manifest
+        identity = identify(paths)
+        saved = paths, read_events(paths.events), identity
+        last = self._settle(paths, identity, find_stored(*saved, None)).manifest
         if last is None or last.step != self.train.steps:
             return None
         check_continues(last, self.train)
@@ -194,7 +196,8 @@ class Launch:
         elif not isinstance(task, PreparedCausalLM | CustomTask):  # its model may come of its data
             task = prepare_task(self.train, default_cache_dir(local_path(self.run_config)))
         model = build_model(task, self.train)[0]
-        self._find_origin(*saved, state_table(model, self.train.optimizer))
+        table = state_table(model, self.train.optimizer)
+        self._settle(paths, identity, find_stored(*saved, table))
         return info
 
     def _prepare(self, paths: RunPaths) -> _Ready:
@@ -206,9 +209,11 @@ class Launch:
             if isinstance(self.train.task, CausalLM):
                 self.train.task.check_gpu(self.train)
         tell(f"looking for a state to go on from in {paths.checkpoints}")
-        happened, identity = read_events(paths.events), identify(paths)
-        saved = paths, happened, identity, self._find_snapshot(paths, happened, identity)
-        origin = self._find_origin(*saved, None)  # before data is prepared for hours
+        identity = identify(paths)
+        saved = paths, read_events(paths.events), identity
+        stored = find_stored(*saved, None)
+        snapshot = self._find_snapshot(paths, stored.manifest)
+        origin = self._settle(paths, identity, add_snapshot(stored, identity, snapshot, None))
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train)
         of_text = isinstance(self.train.task, CausalLM)
@@ -220,7 +225,8 @@ class Launch:
         tell("building the model on the driver, without weights")
         built = build_model(task, self.train)[0]
         model = state_table(built, self.train.optimizer)
-        origin = self._find_origin(*saved, model)
+        stored = find_stored(*saved, model)
+        origin = self._settle(paths, identity, add_snapshot(stored, identity, snapshot, model))
         if origin.manifest is not None:
             check_continues(origin.manifest, self.train, task)
         return _Ready(
@@ -331,16 +337,8 @@ class Launch:
             began=began,
         )
 
-    def _find_origin(
-        self,
-        paths: RunPaths,
-        happened: Sequence[events.Event],
-        identity: RunIdentity,
-        snapshot: Snapshot | None,
-        model: StateTable | None,
-    ) -> Origin:
-        """What to go on from, and with which lanes."""
-        origin = find_origin(paths, happened, identity, snapshot, model)
+    def _settle(self, paths: RunPaths, identity: RunIdentity, origin: Origin) -> Origin:
+        """Checks what to go on from, and takes its lanes."""
         check_found(paths, identity, self.checkpoint.resume, origin)
         if origin.manifest is not None and self.train.lanes is None:
             # They belong to the run; an imported checkpoint has none.
@@ -348,12 +346,9 @@ class Launch:
         self.train.check(self.lanes)
         return origin
 
-    def _find_snapshot(
-        self, paths: RunPaths, happened: Sequence[events.Event], identity: RunIdentity
-    ) -> Snapshot | None:
+    def _find_snapshot(self, paths: RunPaths, stored: Manifest | None) -> Snapshot | None:
         if self.checkpoint.memory_every is None:
             return None
-        stored = find_origin(paths, happened, identity, None, None).manifest
         if stored is not None:
             check_continues(stored, self.train)  # before a cluster is started to look for it
         connect()

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -215,34 +215,36 @@ class Origin:
         return self.stored if self.snapshot is None else self.snapshot.manifest
 
 
-def find_origin(
-    paths: RunPaths,
-    happened: Sequence[Event],
-    identity: RunIdentity,
-    snapshot: Snapshot | None,
-    model: StateTable | None,
+def find_stored(
+    paths: RunPaths, happened: Sequence[Event], identity: RunIdentity, model: StateTable | None
 ) -> Origin:
-    """Looks for the newest saved state of a run.
+    """Looks for the newest checkpoint of a run.
 
     Args:
         paths: where checkpoints are.
         happened: the events of the run so far.
         identity: of the run.
-        snapshot: the newest one in the nodes' memory.
         model: what the state is; None where that is not known yet.
     """
     gave_up = partial(is_given_up, find_given_up(happened), identity)
     stored, passed = newest_own(paths, identity, model, is_given_up=gave_up)
-    if snapshot is not None and gave_up(snapshot.manifest):
-        snapshot = None
-    if snapshot is not None and (stored is None or snapshot.step > stored.step):
-        try:
-            check_own(snapshot.manifest, identity, model)
-            return Origin(stored=stored, snapshot=snapshot, passed=passed, happened=happened)
-        except CheckpointError as error:
-            log.warning("passing over the snapshot of step %d: %s", snapshot.step, error)
-            passed = error
     return Origin(stored=stored, snapshot=None, passed=passed, happened=happened)
+
+
+def add_snapshot(
+    origin: Origin, identity: RunIdentity, snapshot: Snapshot | None, model: StateTable | None
+) -> Origin:
+    """What the run goes on from: a newer state in the nodes' memory, where it is the run's own."""
+    if snapshot is None or (origin.stored is not None and snapshot.step <= origin.stored.step):
+        return origin
+    if is_given_up(find_given_up(origin.happened), identity, snapshot.manifest):
+        return origin
+    try:
+        check_own(snapshot.manifest, identity, model)
+        return replace(origin, snapshot=snapshot)
+    except CheckpointError as error:
+        log.warning("passing over the snapshot of step %d: %s", snapshot.step, error)
+        return replace(origin, passed=error)
 
 
 def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: Origin) -> None:

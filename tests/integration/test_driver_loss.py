@@ -217,14 +217,14 @@ def test_what_lives_on_without_a_supervisor_is_ended_before_a_state_is_looked_fo
     ray.kill(ray.get_actor(paths.key, namespace=NAMESPACE))
     wait_until(lambda: find_run(paths) is None)
     assert is_left(tmp_path)
-    find_origin = resume.find_origin
+    find_stored = resume.find_stored
 
     def looks(*arguments: Any) -> Any:
         wait_until(lambda: not is_left(tmp_path))
         gate.touch()
-        return find_origin(*arguments)
+        return find_stored(*arguments)
 
-    monkeypatch.setattr(launch, "find_origin", looks)
+    monkeypatch.setattr(launch, "find_stored", looks)
     report = numbers_of(gated_trainer(str(tmp_path), str(gate), 2).fit())
     assert report["outcome"] == "finished"
     assert [e["start_step"] for e in events_of(paths.root, "run_started")] == [0, HALF]

@@ -36,7 +36,7 @@ from checkpointing import (
 )
 from elastic.coordinator.publisher import Publisher
 from elastic.driver.resume import (
-    find_origin,
+    find_stored,
     last_generation,
     remove_orphans,
     run_directory,
@@ -172,7 +172,7 @@ def begin_run(config: S3Config, storage: Path) -> Manifest | None:
     run = RunConfig(name=RUN, storage_path=str(storage))
     with run_directory(run, CheckpointConfig(store=base)) as paths:
         identity = identify(paths)
-        origin = find_origin(paths, read_events(paths.events), identity, None, None)
+        origin = find_stored(paths, read_events(paths.events), identity, None)
         record_identity(paths, identity)
         set_others_aside(paths, origin, identity, None)
         remove_orphans(paths, last_generation(origin) + 1)

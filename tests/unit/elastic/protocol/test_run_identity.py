@@ -16,6 +16,7 @@ from checkpointing import (
     CorruptError,
     IncompatibleError,
     Manifest,
+    Snapshot,
     StorePlace,
     Surveyor,
     TensorSlice,
@@ -29,7 +30,13 @@ from checkpointing import (
     verify_checkpoint,
 )
 from checkpointing.stores.kinds import place_of
-from elastic.driver.resume import Origin, check_found, find_origin, set_others_aside
+from elastic.driver.resume import (
+    Origin,
+    add_snapshot,
+    check_found,
+    find_stored,
+    set_others_aside,
+)
 from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, RunStarted, WentBack
 from elastic.protocol.run_identity import (
     RunIdentity,
@@ -59,7 +66,7 @@ def state(weight: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]
 
 def find(paths: RunPaths, identity: RunIdentity, model: Any = None) -> Origin:
     """With its records, and nothing in the nodes' memory."""
-    return find_origin(paths, read_events(paths.events), identity, None, model)
+    return find_stored(paths, read_events(paths.events), identity, model)
 
 
 def only(stored: Manifest | None) -> Origin:
@@ -278,6 +285,36 @@ def test_what_the_run_went_back_for_is_not_gone_on_from(paths: RunPaths) -> None
     delete_checkpoint(open_store(paths.checkpoints), KEYS, 6, force=True)
     assert found() == 2
     assert found(ROSTER) == 4, "it was made on the way from there"
+
+
+@pytest.mark.parametrize(
+    ("step", "run", "weight", "taken", "passed"),
+    [
+        (6, "mine", WEIGHT, True, None),
+        (4, "mine", WEIGHT, False, None),
+        (2, "mine", WEIGHT, False, None),
+        (8, "mine", WEIGHT, False, None),  # the run went back before it
+        (6, "stranger", WEIGHT, False, CorruptError),
+        (6, "mine", WIDER, False, IncompatibleError),
+    ],
+)
+def test_a_state_in_memory_is_taken_where_it_is_newer_and_the_runs_own(
+    paths: RunPaths, step: int, run: str, weight: torch.Tensor, taken: bool, passed: Any
+) -> None:
+    identity, model = RunIdentity(id="mine"), table(state(WEIGHT))
+    save(paths, 4, "mine")
+    memory = RunPaths(root=paths.root.with_name("memory"))
+    save(memory, step, run, weight)
+    manifest = load_manifest(open_store(memory.checkpoints), KEYS, step)
+    snapshot = Snapshot(manifest=manifest, places={})
+    with EventLog(paths.events) as log:
+        log.append(WentBack(time=1, step=7, before=9, reason="they differ", skip=[]))
+    stored = find(paths, identity, model)
+    origin = add_snapshot(stored, identity, snapshot, model)
+    assert origin == replace(stored, snapshot=snapshot if taken else None, passed=origin.passed)
+    assert type(origin.passed) is (passed or type(None))
+    assert origin.manifest == (manifest if taken else stored.stored)
+    assert add_snapshot(stored, identity, None, model) == stored
 
 
 def test_what_the_run_went_back_for_goes_with_retention(paths: RunPaths) -> None:
