@@ -102,6 +102,8 @@ def _put(
 ) -> None:
     """What autograd has given, to where it is wanted, or to what is there."""
     given = [param.unsharded_grad_data for param in params]
+    for param in params:
+        param._unsharded_param.grad = None
     flat, streams, stream = memory.offered, group.device_handle, group.comm_ctx.all_reduce_stream
     pending.settle()
     stream.wait_stream(streams.current_stream())
@@ -119,5 +121,3 @@ def _put(
             for param, view in zip(params, views, strict=True):
                 param.sharded_param.grad = param.to_sharded_dtensor(view)
         pending.keep(streams, given)
-    for param in params:
-        param._unsharded_param.grad = None
