@@ -614,6 +614,7 @@ class Coordinator(CoordinatorApi):
         if not self._agents.renew(node, token):
             return False
         if deaths:
+            self._last_words.expect_of_frozen(deaths)
             # It may wait, and the agent's beats must not.
             self._dispatcher.spawn(self._workers.lose_all(deaths))
         return True

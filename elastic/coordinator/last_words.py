@@ -24,6 +24,7 @@ from elastic.coordinator.evidence import has_room, keep_evidence
 from elastic.coordinator.run_log import RunLog
 from elastic.protocol import events
 from elastic.protocol.causes import COLLECTIVE, Cause, entry_of
+from elastic.protocol.messages import Death
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
 from elastic.reporting.outputs import find_outputs, keep_files
@@ -62,6 +63,8 @@ class LastWords:
         self._paths, self._agents, self._aside = paths, agents, aside
         self._joined: dict[str, events.WorkerJoined] = {}
         """Workers that were not lost."""
+        self._frozen: set[str] = set()
+        """Workers that their agents have killed."""
         self._lost: list[tuple[events.WorkerJoined, events.WorkerLost]] = []
         """Workers whose words nobody has been asked for yet."""
         self._announced = asyncio.Lock()
@@ -76,6 +79,11 @@ class LastWords:
         """Told of what has happened in this start of the run, by a coordinator started anew."""
         for event in happened:
             self._take(event)
+
+    def expect_of_frozen(self, deaths: Iterable[Death]) -> None:
+        """Asks for the words of those whom their agents have killed, too, once they are lost: the
+        thread that kills looked at their stacks alone."""
+        self._frozen.update(death.worker for death in deaths if death.evidence is not None)
 
     async def finish(self) -> None:
         """Waits until what is being kept of those who were lost is kept, `FINISH_S` at most."""
@@ -127,7 +135,7 @@ class LastWords:
 
     def _hear(self, event: events.Event) -> None:
         lost = self._take(event)
-        if lost is not None and _has_words(lost[1].cause):
+        if lost is not None and (_has_words(lost[1].cause) or lost[1].worker in self._frozen):
             self._lost.append(lost)
             if self._done.is_set():
                 self._done.clear()
@@ -172,6 +180,6 @@ class LastWords:
 
 
 def _has_words(cause: Cause) -> bool:
-    """Whether nothing was kept so far of a worker that is lost for it: who stood still was looked
-    at before it was ended, and who was announced to go has gone."""
+    """Whether nothing was kept so far of a worker that is lost for it: who was ended for standing
+    still was looked at before, and who was announced to go has gone."""
     return cause == COLLECTIVE or entry_of(cause).budget == "max_crashes"

@@ -368,7 +368,8 @@ class ProcessWatch:
                     if stopped
                     else _stacks_of(process, partial(_send, pidfd))
                 )
-                found = Evidence(stacks=stacks, log=last_words(process.logs))
+                # Not its output: a disk that hangs would keep this thread from killing it.
+                found = Evidence(stacks=stacks)
                 deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail, found)
         return deaths
 

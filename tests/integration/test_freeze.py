@@ -79,6 +79,8 @@ def test_a_frozen_worker(
     assert [(e["worker"], e["cause"]) for e in lost] == [(freezer.worker, "hang")]
     assert "stopped by a signal" in lost[0]["detail"]
     assert 0 < lost[0]["time"] - freezer.time < DETECTION_S
+    kept = {path.name for path in (tmp_path / "run" / "incidents").glob(f"*/{freezer.worker}.*")}
+    assert kept >= {f"{freezer.worker}.txt", f"{freezer.worker}.log"}
     whole = undisturbed()
     assert broken.params == whole.params
     assert broken.samples == whole.samples

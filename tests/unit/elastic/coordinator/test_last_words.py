@@ -34,7 +34,7 @@ from elastic.protocol.causes import (
     Cause,
 )
 from elastic.protocol.events import WorkerJoined, WorkerLost
-from elastic.protocol.messages import Evidence
+from elastic.protocol.messages import Death, Evidence
 from elastic.reporting import outputs
 from elastic.reporting.outputs import keep_files, read_kept
 from health.reading import Reading
@@ -137,6 +137,22 @@ def test_who_was_looked_at_before_or_was_to_go_is_not_asked(tmp_path: Path, caus
 
     desk.run(story)
     assert desk.on_nodes.asked == [] and not desk.paths.incidents.exists()
+
+
+def test_who_was_killed_by_its_agent_is_asked(tmp_path: Path) -> None:
+    """The agent has looked at its stacks alone. Who was ended by the coordinator was looked at."""
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        frozen = Death(worker="b", cause=HANG, detail="frozen", evidence=Evidence(stacks="in T"))
+        desk.words.expect_of_frozen([frozen, Death(worker="c", cause=HANG, detail="")])
+        for worker in "abc":
+            await desk.workers.lose(worker, HANG, "as found")
+        await desk.words.finish()
+
+    desk.run(story)
+    assert desk.on_nodes.asked == ["b"]
+    assert "last of b\n" in (desk.paths.incidents / "001" / "b.log").read_text()
 
 
 def test_an_agent_that_takes_its_time_holds_up_nobody(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from elastic.node import process_watch
-from elastic.node.process_watch import ProcessWatch
+from elastic.node.process_watch import ProcessWatch, last_words
 from elastic.protocol.causes import CRASH, HANG, NODE
 from elastic.protocol.messages import Death
 from health.process import read_born_ticks, read_state
@@ -224,6 +225,28 @@ def test_a_stopped_process_is_killed_and_reported_with_what_it_did(
     assert f"{process.pid} python: T " in death.evidence.stacks
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
     assert stays_quiet(watch, 0.3)
+
+
+def test_a_frozen_process_is_killed_though_its_output_cannot_be_read(
+    start: Start, tmp_path: Path
+) -> None:
+    """As on a disk that hangs: here a pipe that nobody writes to."""
+    watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
+    log = tmp_path / "its.err"
+    os.mkfifo(log)
+    watch.watch("w0", process.pid, fd, logs=(str(log),))
+    reads = threading.Thread(target=last_words, args=[[str(log)]], daemon=True)
+    reads.start()
+    os.kill(process.pid, signal.SIGSTOP)
+    found: list[Death] = []
+    looks = threading.Thread(target=lambda: found.extend(deaths(watch)), daemon=True)
+    looks.start()
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    looks.join(DEADLINE_S)
+    assert [(death.worker, death.cause) for death in found] == [("w0", HANG)]
+    assert reads.is_alive(), "it is stuck, as this thread would have been"
+    os.close(os.open(log, os.O_WRONLY | os.O_NONBLOCK))
+    reads.join(DEADLINE_S)
 
 
 def test_where_a_worker_is_in_its_work(start: Start) -> None:
