@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
-from elastic.protocol.events import RunEnded
+from elastic.protocol.events import Event, RunEnded, StepRecord
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import Ending
 from elastic.reporting.event_log import last_event, read_events, read_steps
@@ -27,10 +28,19 @@ def conclude(paths: RunPaths) -> Report:
     report = build_report(happened, steps)
     try:
         write_report(paths.root, report)
-        if steps:
-            from elastic.reporting.picture import draw  # matplotlib, which only an end needs
-
-            draw(paths.root, report, steps, happened)
     except OSError as error:
         log.warning("the report is printed, but not written whole: %s", error)
+    if steps:
+        _draw(paths, report, steps, happened)
     return report
+
+
+def _draw(
+    paths: RunPaths, report: Report, steps: Sequence[StepRecord], happened: Sequence[Event]
+) -> None:
+    try:
+        from elastic.reporting.picture import draw  # matplotlib, which only an end needs
+
+        draw(paths.root, report, steps, happened)
+    except Exception as error:  # matplotlib has settings of its own, which a machine may have wrong
+        log.warning("the run has no picture: %r", error)

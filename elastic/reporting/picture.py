@@ -148,7 +148,10 @@ def _label(incident: Incident) -> str:
 
 
 def _draw_titles(figure: Figure, report: Report) -> None:
-    figure.text(0.065, 0.948, report.name or "run", fontsize=16, weight="bold", color=_INK)
+    figure.text(
+        0.065, 0.948, report.name or "run",
+        fontsize=16, weight="bold", color=_INK, parse_math=False,  # a name may have two $
+    )  # fmt: skip
     facts = [f"{report.outcome}, {report.steps} steps"]
     if report.effective_time is not None:
         facts.append(f"{100 * report.effective_time:.2f} % effective time")
