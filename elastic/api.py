@@ -56,7 +56,8 @@ class ElasticTrainer:
         scaling: how many replicas and spares, on what device.
         run_config: Ray Train's own: `name`, `storage_path`, `worker_runtime_env` and
             `logging_config` are used; another field that is set is refused. Running the same name
-            again continues it; without a name each start is another run.
+            again continues it; without a name each start is another run. Links in `storage_path`
+            count as they are written: through another one it is another run.
         checkpoint: when to save, and whether to resume.
         health: timeouts and budgets.
         faults: faults to inject, to show recovery (`elastic.parse_faults`).

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from checkpointing.errors import StoreError
+from checkpointing.named_directory import named_directory
 from checkpointing.stores.local import LocalStore
 from checkpointing.stores.protocols import Store, StorePlace
 from checkpointing.stores.s3.config import S3Config
@@ -99,11 +100,11 @@ def _kind_of(text: str) -> StoreKind:
 
 def _local_place(text: str) -> LocalPlace:
     if not _scheme(text):
-        return LocalPlace(Path(text).expanduser().absolute())
+        return LocalPlace(named_directory(text))
     parts = urlsplit(text)
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise StoreError(text, "not a directory of this machine: write file:///DIR")
-    return LocalPlace(Path(unquote(parts.path)))
+    return LocalPlace(named_directory(unquote(parts.path)))
 
 
 def _open_s3(config: S3Config) -> Store:

@@ -8,9 +8,9 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpointing.named_directory import named_directory
 from elastic.exit_status import decide_status_of
 from elastic.protocol.events import RunEnded
 from elastic.protocol.run_paths import RunPaths
@@ -99,7 +99,7 @@ def stop_run(options: argparse.Namespace) -> int:
 
 def paths_of(options: argparse.Namespace) -> RunPaths:
     """Those of the run that is named; see `add_run_to`."""
-    return RunPaths(root=Path(options.run).expanduser().absolute())
+    return RunPaths(root=named_directory(options.run))
 
 
 def begun(options: argparse.Namespace) -> RunPaths:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpointing.named_directory import named_directory
 from elastic.cli.show import human_time, table
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events, read_steps
@@ -109,7 +110,7 @@ def _file_of(storage: Path) -> SuspectFile:
             "STORAGE",
             str(storage),
             "the directory of one run, which has events.jsonl",
-            f"Use {storage.absolute().parent}",
+            f"Use {named_directory(storage).parent}",
         )
     return SuspectFile(storage)
 
@@ -121,5 +122,5 @@ def export_verdicts(options: argparse.Namespace) -> int:
         raise FileNotFoundError(f"{options.run} is no run's directory: it has no events.jsonl")
     events, steps = read_events(paths.events), read_steps(paths.steps, digests=False)
     verdicts = find_verdicts(events, steps, find_incidents(events, steps))
-    print(json.dumps(to_health_events(verdicts, events, paths.root.absolute().name), indent=1))
+    print(json.dumps(to_health_events(verdicts, events, named_directory(paths.root).name), indent=1))
     return 0

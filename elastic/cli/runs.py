@@ -17,6 +17,7 @@ from checkpointing import (
     open_store,
     place_of,
 )
+from checkpointing.named_directory import named_directory
 from elastic.protocol.events import RunStarted
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
@@ -63,7 +64,7 @@ def run_directory_of(name: str) -> Path | None:
     checkpoint directory on its own."""
     if not is_local(name):
         return None
-    path = _path(name)
+    path = named_directory(name)
     return path.parent if path.name == _FOLDER else path
 
 
@@ -71,7 +72,7 @@ def _recorded_store(name: str) -> str | None:
     """Where the last start of the run in a directory has its checkpoints, if not there."""
     if not is_local(name):
         return None
-    happened = read_events(RunPaths(root=_path(name)).events, lenient=True)
+    happened = read_events(RunPaths(root=named_directory(name)).events, lenient=True)
     starts = [event for event in happened if isinstance(event, RunStarted)]
     return (starts[-1].store or None) if starts else None
 
@@ -103,7 +104,3 @@ def _hasty(name: str) -> Store:
 
 def _below(name: str) -> str:
     return f"{name.rstrip('/')}/{_FOLDER}"
-
-
-def _path(name: str) -> Path:
-    return Path(name.removeprefix("file://")).expanduser().absolute()

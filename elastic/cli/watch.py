@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from checkpointing.named_directory import named_directory
 from elastic.cli.arguments import count, positive
 from elastic.cli.show import human_time
 from elastic.errors import WebhookError, WebhookRefusedError
@@ -100,7 +101,7 @@ def add_to(commands: Any) -> None:
 def watch_run(options: argparse.Namespace) -> int:
     """`watch`"""
     url = options.webhook or os.environ.get(WEBHOOK_VARIABLE)
-    listener = None if not url else _Listener(Webhook(url), options.run.absolute().name)
+    listener = None if not url else _Listener(Webhook(url), named_directory(options.run).name)
     limits = Limits(stalled_s=options.stalled, dead_s=options.dead, storm=options.storm)
     view = _View(RunPaths(root=options.run), limits)
     told: Told = {}
@@ -135,7 +136,7 @@ class _View:
     def __init__(self, paths: RunPaths, limits: Limits) -> None:
         if not paths.events.is_file():
             raise FileNotFoundError(f"{paths.root} is no run's directory: it has no events.jsonl")
-        self.name = paths.root.absolute().name
+        self.name = named_directory(paths.root).name
         self.watched = Watched()
         self._paths, self._limits = paths, limits
         self._events = Follower(paths.events, event_from_json, from_start=True)

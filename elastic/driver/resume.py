@@ -36,6 +36,7 @@ from checkpointing import (
     sweep_orphans,
 )
 from checkpointing.config import Resume
+from checkpointing.named_directory import named_directory
 from checkpointing.read.catalogue import SET_ASIDE, is_foreign
 from checkpointing.stores.keys import PROBE
 from elastic.driver.given_up import GivenUp, find_given_up, is_given_up
@@ -192,8 +193,7 @@ def local_path(run_config: RunConfig) -> str:
             "this version stores the records of a run in a local or shared directory",
             "Use a directory that all nodes see, and checkpoint.store for checkpoints on S3",
         )
-    path = Path(storage.removeprefix("file://"))
-    return str(path.expanduser().absolute())
+    return str(named_directory(storage))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import tokenizers
 
+from checkpointing.named_directory import named_directory
 from trainer.data.build import TOKENIZER_NAME, TRAIN_NAME, VAL_NAME, Counts, Recipe, build
 from trainer.data.config import DataConfig
 from trainer.data.file_hashes import hash_files
@@ -66,7 +67,7 @@ def prepare(config: DataConfig, default_cache_dir: str) -> PreparedData:
         ConfigError: text, tokenizer or settings that cannot work.
         TokensCorruptError: the result is there, but damaged.
     """
-    cache = Path(config.cache_dir or default_cache_dir).expanduser().absolute()
+    cache = named_directory(config.cache_dir or default_cache_dir)
     recipe = _plan_recipe(config, cache / HASHES_NAME)
     final = cache / recipe.fingerprint[:24]
     if not final.exists():

@@ -16,6 +16,7 @@ from trainer.errors import ConfigError
         ("file:///data/runs", "/data/runs"),
         ("runs", "/here/runs"),
         ("~/runs", "/home/me/runs"),
+        ("../data/./runs", "/data/runs"),
     ],
 )
 def test_other_processes_get_an_absolute_path(
