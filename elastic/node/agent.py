@@ -34,6 +34,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import ray
 from ray import ObjectRef
@@ -149,7 +150,6 @@ class NodeAgent:
         for helper in helpers:
             self.watch_helper(helper)
         self._watches = start_watches(node, self._announce)
-        self._names = own_names()
         self._readings: Sequence[Reading] = ()
         """The latest of this node's instruments."""
         self._gauges = GpuGauges(node)
@@ -181,6 +181,11 @@ class NodeAgent:
         thread that looks waits so long."""
         with contextlib.suppress(ray.exceptions.ActorDiedError):
             self._coordinator.call(CoordinatorApi.signs_changed, self._node, self._names, signs)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """What others may call this node. Whoever asks waits for DNS, which the beats do not."""
+        return own_names()
 
     def watch(self, identity: Identity) -> None:
         """Watches a worker of this node from now on; reports it at once where it has ended."""

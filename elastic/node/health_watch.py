@@ -230,10 +230,11 @@ def raylets_log() -> Path | None:
 
 
 def own_names() -> list[str]:
-    """What other machines may call this one: its host name, its address, its instance id."""
+    """What other machines may call this one: its host name, its address, its instance id. It asks
+    DNS for the address, which may take minutes."""
     host = platform.node()
     names = [host]
-    with contextlib.suppress(OSError):  # it does not know its own name
+    with contextlib.suppress(OSError, UnicodeError):  # DNS does not know it, or cannot write it
         names.append(socket.gethostbyname(host))
     with contextlib.suppress(OSError):  # a container that may not see it
         names.append(_ASSET_TAG.read_text().strip())

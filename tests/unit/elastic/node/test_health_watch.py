@@ -225,6 +225,12 @@ def test_it_looks_on_a_thread_that_holds_nobody_up_and_goes_on_after_a_failure(
     assert again.wait(30)
 
 
+@pytest.mark.parametrize("host", ["a" * 64, "a..b"])
+def test_a_name_that_dns_cannot_have_is_one(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.node", lambda: host)
+    assert own_names()[0] == host
+
+
 def test_a_machine_has_a_name() -> None:
     assert os.uname().nodename in own_names()
     assert all(own_names())
