@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
     with bad_input(options.file, "a step on tensors without memory", _FIX):
         found = judge.judge(*layout)
     if found.fits is False and not (found.lacks_gpus or found.misfit_refused):
-        change = judge.nearest(*layout)
+        with bad_input(options.file, "a step with other settings", _FIX):
+            change = judge.nearest(*layout)
     if options.json:
         print(json.dumps({**found.to_json(), "nearest": change.text if change else None}))
     else:

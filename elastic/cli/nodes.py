@@ -122,5 +122,7 @@ def export_verdicts(options: argparse.Namespace) -> int:
         raise FileNotFoundError(f"{options.run} is no run's directory: it has no events.jsonl")
     events, steps = read_events(paths.events), read_steps(paths.steps, digests=False)
     verdicts = find_verdicts(events, steps, find_incidents(events, steps))
-    print(json.dumps(to_health_events(verdicts, events, named_directory(paths.root).name), indent=1))
+    print(
+        json.dumps(to_health_events(verdicts, events, named_directory(paths.root).name), indent=1)
+    )
     return 0

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from traceback import FrameSummary, extract_tb
 from types import ModuleType
@@ -27,8 +27,9 @@ _MAKE_ONE = "Make one there, such as `trainer = ElasticTrainer(...)`, that NAME 
 READ = """\
 FILE.py is imported, not run: what stands below `if __name__ == "__main__":` is not done, and it
 ends where it calls `fit`, which starts nothing. All else outside functions is done, `ray.init()`
-too. NAME is an ElasticTrainer in it, made outside functions, unlike that of examples/quickstart.py;
-it may be left out where there is only one."""
+too. It gets no arguments of its own, and what it prints goes to standard error. NAME is an
+ElasticTrainer in it, made outside functions, unlike that of examples/quickstart.py; it may be left
+out where there is only one."""
 """For the help of a command that takes FILE.py[:NAME]."""
 
 
@@ -65,7 +66,8 @@ def find_trainer(where: str) -> ElasticTrainer:
 
 @contextmanager
 def bad_input(where: str, what: str, fix: str = "Mend the file") -> Iterator[None]:
-    """What the code of a program raises in this block is bad input.
+    """What the code of a program raises in this block is bad input; what it prints goes to standard
+    error, as the result alone goes to standard output.
 
     Args:
         where: FILE.py[:NAME].
@@ -76,7 +78,8 @@ def bad_input(where: str, what: str, fix: str = "Mend the file") -> Iterator[Non
         ConfigError: it raised. Our own errors stay as they are.
     """
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except (CheckpointError, ElasticError, TrainerError):
         raise
     except Exception as error:
@@ -95,7 +98,7 @@ def _import(file: Path) -> ModuleType:
     sys.path.insert(0, str(file.resolve().parent))  # as `python FILE.py` does
     sys.modules[_MODULE] = module
     try:
-        with reading_only():
+        with reading_only(), _as_main(file):
             spec.loader.exec_module(module)
     except FitReached:
         pass
@@ -107,6 +110,17 @@ def _import(file: Path) -> ModuleType:
         fact = f"its import ends{line} with {type(error).__name__}: {error}"
         raise ConfigError("FILE", str(file), fact, "Mend the file") from error
     return module
+
+
+@contextmanager
+def _as_main(file: Path) -> Iterator[None]:
+    """A program in this block sees `python FILE.py`, not this command, and leaves its output be."""
+    ours, sys.argv = sys.argv, [str(file)]
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.argv = ours
 
 
 def _is(file: Path, frame: FrameSummary) -> bool:

@@ -117,6 +117,30 @@ def test_a_program_is_read_up_to_its_fit(file: Path, capsys: pytest.CaptureFixtu
     assert shown(capsys)["workers"] == 2
 
 
+@pytest.mark.parametrize("options", [["--json"], ["--json", "--memory-gb", "0.001"]])
+def test_a_program_sees_no_command_line_but_its_own_and_prints_beside_the_result(
+    file: Path,
+    options: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = """
+import argparse, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=1)
+print("argv", sys.argv, parser.parse_args().steps)
+"""
+    file.write_text(reads + CUSTOM.format(build="print('builds')", loss="print('loses')"))
+    ours = ["elastic", "dryrun", str(file), *options]
+    monkeypatch.setattr(sys, "argv", ours)
+    assert main(ours[1:]) == int(len(options) > 1)
+    told = capsys.readouterr()
+    assert json.loads(told.out)["workers"] == 1
+    assert f"argv ['{file}'] 1\n" in told.err
+    assert "builds\n" in told.err and "loses\n" in told.err
+    assert sys.argv is ours
+
+
 @pytest.mark.parametrize(
     ("last", "why"),
     [
