@@ -43,7 +43,7 @@ def show_logs(options: argparse.Namespace) -> int:
     """`logs`. Returns 1 where a node that lives did not answer; or where none could be asked, and
     a cluster was named, or of some of them nothing is kept."""
     paths = begun(options)
-    outputs = find_outputs(read_events(paths.events))
+    outputs = find_outputs(read_events(paths.events, lenient=True))
     if not outputs:
         fact = f"no worker of the run in {paths.root} has joined it yet"
         raise ConfigError("RUN", options.run, fact, "Wait until one has")

@@ -120,7 +120,8 @@ def export_verdicts(options: argparse.Namespace) -> int:
     paths = RunPaths(root=options.run)
     if not paths.events.is_file():
         raise FileNotFoundError(f"{options.run} is no run's directory: it has no events.jsonl")
-    events, steps = read_events(paths.events), read_steps(paths.steps, digests=False)
+    events = read_events(paths.events, lenient=True)
+    steps = read_steps(paths.steps, digests=False, lenient=True)
     verdicts = find_verdicts(events, steps, find_incidents(events, steps))
     print(
         json.dumps(to_health_events(verdicts, events, named_directory(paths.root).name), indent=1)

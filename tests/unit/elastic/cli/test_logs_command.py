@@ -83,6 +83,19 @@ def test_workers_that_are_not_there(
     assert re.search(told, capsys.readouterr().err)
 
 
+def test_a_damaged_line_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a power loss, when the output is wanted."""
+    path = RunPaths(root=tmp_path).events
+    path.write_bytes(b"\0" * 64 + b"\n")
+    with EventLog(path) as log:
+        log.append(joined("w0", LOG.format("0a")))
+    assert main(["logs", str(tmp_path), "--worker", "w2"]) == 2
+    assert "it names w0" in capsys.readouterr().err
+    assert "line 1" in caplog.text
+
+
 @pytest.mark.parametrize("kib", ["0", "-1"])
 def test_less_than_a_kib_is_refused(kib: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -110,7 +110,9 @@ def test_verdicts_against_machines_are_exported_as_health_events(
 
     def exported(*more: events.Event) -> list[dict[str, Any]]:
         lines = [json.dumps(event.to_json()) for event in (*known, *more)]
-        (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+        damaged = "\0" * 64  # as after a power loss
+        (run / "events.jsonl").write_text("\n".join([damaged, *lines]) + "\n")
+        (run / "steps.jsonl").write_text(damaged + "\n")
         assert main(["nodes", "export", str(run)]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["version"] == 1
