@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 
 def count(text: str) -> int:
@@ -14,10 +15,12 @@ def count(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """Above 0."""
+    """Above 0, and finite."""
     number = float(text)
     if not number > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if number == math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not finite")
     return number
 
 

@@ -285,6 +285,8 @@ def test_nodes_of_no_kind(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("--gpus-per-node", "8.5", "--gpus-per-node: invalid number value: '8.5'"),
         ("--memory-gb", "-1", "--memory-gb: -1 is not above 0"),
         ("--memory-gb", "nan", "--memory-gb: nan is not above 0"),
+        ("--memory-gb", "inf", "--memory-gb: inf is not finite"),
+        ("--memory-gb", "1e999", "--memory-gb: 1e999 is not finite"),
     ],
 )
 def test_bad_options(option: str, value: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
