@@ -7,6 +7,8 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from elastic.doctor.bounded import Outcome, Program, run_programs
@@ -37,8 +39,16 @@ def devices_of(machine: Machine) -> list[str]:
     """What to load, as torch names it: of the machine's GPUs those that this process may use."""
     gpus, visible = count_gpus(machine.root), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        gpus = min(gpus, len([one for one in visible.split(",") if one]))
+        names = (name.strip() for name in visible.split(","))
+        # CUDA ends the list at the first other one.
+        gpus = min(gpus, len(list(takewhile(partial(_is_one, gpus=gpus), names))))
     return [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
+
+
+def _is_one(name: str, gpus: int) -> bool:
+    """Whether a part of CUDA_VISIBLE_DEVICES is one of the machine's GPUs, unlike -1 and Slurm's
+    NoDevFiles."""
+    return (name.isdigit() and int(name) < gpus) or name.startswith(("GPU-", "MIG-"))
 
 
 def _on_each(machine: Machine, load: str, *arguments: str) -> dict[str, Outcome]:

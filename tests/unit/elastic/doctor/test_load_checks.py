@@ -84,10 +84,17 @@ def test_no_gpu_is_loaded_that_this_process_may_not_use(
 ) -> None:
     monkeypatch.setattr(load_checks, "count_gpus", lambda root: 8)
     assert len(devices_of(machine)) == 8
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert devices_of(machine) == ["cuda:0", "cuda:1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert devices_of(machine) == ["cpu"]
+    for visible, count in (
+        ("4,5", 2),
+        (" 4, GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 2),
+        ("4,-1,5", 1),
+        ("8", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("", 0),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert devices_of(machine) == ([f"cuda:{n}" for n in range(count)] or ["cpu"]), visible
 
 
 @pytest.mark.slow
