@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from checkpointing import CheckpointConfig
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths, hold_run
 from elastic.supervisor import supervisor
@@ -71,6 +73,25 @@ def test_a_clearing_up_that_fails_keeps_nobody_waiting(
         ending = asyncio.run(start(paths).ending(PATIENCE_S))
     assert ending is not None and ending.error is not None and "is locked" in ending.error
     assert outside_a_cluster.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize(("memory_every", "most_s"), [(None, 5.0), (10, 60.0)])
+def test_a_node_that_hangs_holds_up_the_end_of_a_run_without_snapshots_for_moments(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, memory_every: int | None, most_s: float
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(supervisor, "_HANDOVER_S", 0.0)
+    monkeypatch.setattr(supervisor, "end_is_stored", lambda *_: True)
+    monkeypatch.setattr(
+        supervisor, "clear_snapshots", lambda _, timeout_s=60.0: asked.append(timeout_s)
+    )
+    plan = run_plan(paths, Remote(None))
+    checkpoint = CheckpointConfig(memory_every=memory_every)
+    kept: Any = SimpleNamespace(value=replace(plan, job=replace(plan.job, checkpoint=checkpoint)))
+    paths.root.mkdir()
+    with hold_run(paths):
+        assert asyncio.run(Supervisor(kept).ending(PATIENCE_S)) is not None
+    assert asked == [most_s]
 
 
 def test_whoever_waits_for_the_end_keeps_no_call_for_longer_than_said(
