@@ -8,6 +8,7 @@ from typing import Any
 
 import boto3
 
+from elastic.providers.ec2_nodes import KEPT_TAG
 from tests.support import ROOT
 from tests.support.fakes.s3_server import BUCKET
 
@@ -73,6 +74,19 @@ def test_s3_takes_the_lifecycle(s3_endpoint: str) -> None:
     assert [r["AbortIncompleteMultipartUpload"] for r in taken if "Abort" in str(r)] == [
         {"DaysAfterInitiation": 1}
     ]
+
+
+def test_an_instance_that_is_there_gets_no_tag_but_ours() -> None:
+    """Others decide by tags, too, who may do what to it."""
+    text = (AWS / "replace-instances-policy.json").read_text()
+    tags = [one for one in json.loads(text)["Statement"] if "ec2:CreateTags" in one["Action"]]
+    of_new = [one for one in tags if "ec2:CreateAction" in one["Condition"]["StringEquals"]]
+    (of_others,) = [one for one in tags if one not in of_new]
+    assert of_others["Action"] == "ec2:CreateTags"
+    assert of_others["Condition"] == {
+        "StringEquals": {"aws:ResourceTag/KEY": "VALUE"},
+        "ForAllValues:StringEquals": {"aws:TagKeys": [KEPT_TAG]},
+    }
 
 
 def test_what_may_be_started_is_the_templates_and_has_the_tag() -> None:
