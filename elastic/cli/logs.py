@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from elastic.cli.arguments import count
@@ -15,6 +16,8 @@ from elastic.reporting.outputs import Output, find_outputs, read_files, read_kep
 from health.signatures import find_sign
 from trainer.errors import ConfigError
 
+_NAMED = 5
+"""Workers in a message, of thousands."""
 _NODE_S = 60.0
 """How long a node may take."""
 
@@ -48,10 +51,10 @@ def show_logs(options: argparse.Namespace) -> int:
         fact = f"no worker of the run in {paths.root} has joined it yet"
         raise ConfigError("RUN", options.run, fact, "Wait until one has")
     if options.worker is not None:
-        known = ", ".join(one.worker for one in outputs)
+        known = [one.worker for one in outputs]
         outputs = [one for one in outputs if one.worker == options.worker]
         if not outputs:
-            fact = f"{paths.events} names no such worker; it names {known}"
+            fact = f"{paths.events} names no such worker; {_near(options.worker, known)}"
             raise ConfigError("--worker", options.worker, fact, "Use one of these, or leave it out")
     most_bytes = options.kib << 10
     kept = {one.node for one in outputs if paths.output_of(one.node).is_dir()}
@@ -79,6 +82,14 @@ def show_logs(options: argparse.Namespace) -> int:
         what = "this is what was kept before" if node in kept else "nothing of it is kept"
         print(f"elastic: node {node[:6]}: {why}, and {what}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _near(worker: str, known: Sequence[str]) -> str:
+    """Which workers there are; of many those whose names are most like `worker`."""
+    if len(known) <= _NAMED:
+        return f"it names {', '.join(known)}"
+    near = get_close_matches(worker, known, _NAMED, cutoff=0.0)
+    return f"of the {len(known)} that it names the nearest are {', '.join(near)}"
 
 
 def _fetch(

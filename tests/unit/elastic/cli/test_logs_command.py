@@ -66,7 +66,16 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("events", "more", "told"),
     [
         ([], [], "no worker of the run in"),
-        (["w0", "w1"], ["--worker", "w2"], "--worker = 'w2': .* no such worker; it names w0, w1"),
+        (
+            ["w0", "w1"],
+            ["--worker", "w2"],
+            r"--worker = 'w2': .* no such worker; it names w0, w1\. Use",
+        ),
+        (
+            [f"w{n}-0a" for n in range(4000)],
+            ["--worker", "w1234-0b"],
+            r"of the 4000 that it names the nearest are w1234-0a(, \S+){4}\. Use",
+        ),
     ],
 )
 def test_workers_that_are_not_there(
