@@ -39,10 +39,12 @@ def add_to(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("--json", action="store_true", help="a JSON list, for scripts")
-    verb.add_argument(
+    either = verb.add_mutually_exclusive_group()
+    either.add_argument(
         "--explain",
         action="store_true",
-        help="also the environment that a worker on a GPU sets for EFA here, and why",
+        help="also the environment that a worker on a GPU sets for EFA here, and why; not with "
+        "--cluster",
     )
     verb.add_argument(
         "--full",
@@ -58,7 +60,7 @@ def add_to(commands: Any) -> None:
         help="a directory that runs write to, where to look for room, or the URL of a store, which "
         "--full tries (more than once for several)",
     )
-    verb.add_argument(
+    either.add_argument(
         "--cluster",
         action="store_true",
         help="all machines of the Ray cluster, and pairs of them; not beside a run",

@@ -399,6 +399,12 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert str(tmp_path) in disks["result"]
 
 
+def test_of_a_cluster_no_environment_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "--cluster", "--explain"])
+    assert "--explain: not allowed with argument --cluster" in capsys.readouterr().err
+
+
 def test_a_directory_may_be_a_url(tmp_path: Path) -> None:
     machine, stores = machine_with([f"file://{tmp_path}", "s3://bucket/runs"])
     assert machine.folders[-1] == tmp_path and stores == ("s3://bucket/runs",)
