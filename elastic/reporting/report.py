@@ -53,6 +53,9 @@ from trainer.parallel.strategy import after_a_loss, beyond_the_lanes
 REPORT_JSON = "report.json"
 REPORT_TEXT = "report.txt"
 
+_MOST_LINES = 50
+"""Of a kind in the text: incidents, verdicts, remedies."""
+
 _E = TypeVar("_E", bound=Event)
 
 
@@ -219,7 +222,8 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
 
 
 def report_text(report: Report) -> str:
-    """The report for people: a few lines and a table of incidents, ending in a newline."""
+    """The report for people: a few lines and a table of incidents, ending in a newline. Of very
+    many incidents it shows the last ones: a driver prints it."""
     lines = [
         f"{report.name}: {report.outcome}, {report.steps} of {report.planned_steps} steps "
         f"in {_seconds(report.wall_s)}",
@@ -231,18 +235,29 @@ def report_text(report: Report) -> str:
     for profile in report.profiles:
         lines += ["", *_profile_lines(profile)]
     if report.incidents:
-        lines += ["", *_table(_INCIDENT_COLUMNS, [_incident_row(i) for i in report.incidents])]
-        lines += ["", *_explained(report.incidents)]
+        shown = report.incidents[-_MOST_LINES:]
+        lines += ["", *_table(_INCIDENT_COLUMNS, [_incident_row(i) for i in shown])]
+        lines += _left_out(report.incidents)
+        lines += ["", *_explained(shown)]
     if report.verdicts:
-        lines += ["", *(_verdict_line(one) for one in report.verdicts)]
+        lines += ["", *_latest([_verdict_line(one) for one in report.verdicts])]
     beyond = [one for one in report.remedies if one.step not in ("retry", "new_process")]
     if beyond:
-        lines += ["", *(format_remedy(one) for one in beyond)]
+        lines += ["", *_latest([format_remedy(one) for one in beyond])]
     if found := [line for one in report.checked for line in format_checked(one)]:
-        lines += ["", *found]
+        lines += ["", *_latest(found)]
     if report.replacements:
-        lines += ["", *(format_replacement(one) for one in report.replacements)]
+        lines += ["", *_latest([format_replacement(one) for one in report.replacements])]
     return "\n".join(lines) + "\n"
+
+
+def _latest(lines: Sequence[str]) -> list[str]:
+    return [*lines[-_MOST_LINES:], *_left_out(lines)]
+
+
+def _left_out(all_of_a_kind: Sequence[object]) -> list[str]:
+    left = len(all_of_a_kind) - _MOST_LINES
+    return [f"({left} before these, in {REPORT_JSON})"] if left > 0 else []
 
 
 _PART_COLUMNS = ("part", "ms", "share")

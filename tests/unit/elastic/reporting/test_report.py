@@ -271,6 +271,26 @@ def test_the_text_names_the_facts_and_every_incident() -> None:
     }
 
 
+def test_of_very_many_incidents_the_text_names_the_last_ones() -> None:
+    report = build_report(EVENTS, STEPS)
+    (incident,), (verdict,) = report.incidents, report.verdicts
+    many = replace(
+        report,
+        incidents=tuple(replace(incident, step=step) for step in range(10_000)),
+        verdicts=tuple(replace(verdict, step=step) for step in range(10_000)),
+    )
+    lines = report_text(many).splitlines()
+    assert len(lines) < 150
+    assert [line.split()[0] for line in lines if "replica 1 shard 0 tensor 0" in line] == [
+        str(step) for step in range(9950, 10_000)
+    ]
+    assert [line.split(":")[0] for line in lines if ": crash, w1" in line] == [
+        f"step {step}" for step in range(9950, 10_000)
+    ]
+    assert lines.count("(9950 before these, in report.json)") == 2
+    assert len(many.to_json()["incidents"]) == 10_000
+
+
 def test_steps_done_again_after_restarts_are_counted_and_a_run_started_once_says_nothing() -> None:
     again = [*start(100.0), *start(200.0, 3, redone_steps=2), *start(300.0, 5, redone_steps=1)]
     report = build_report(again, STEPS)
