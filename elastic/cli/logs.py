@@ -12,7 +12,7 @@ from typing import Any
 from elastic.cli.arguments import count
 from elastic.cli.live import add_run_to, begun, join
 from elastic.reporting.event_log import read_events
-from elastic.reporting.outputs import Output, find_outputs, read_files, read_kept
+from elastic.reporting.outputs import KINDS, Output, find_outputs, read_files, read_kept
 from health.signatures import find_sign
 from trainer.errors import ConfigError
 
@@ -46,7 +46,7 @@ def show_logs(options: argparse.Namespace) -> int:
     """`logs`. Returns 1 where a node that lives did not answer; or where none could be asked, and
     a cluster was named, or of some of them nothing is kept."""
     paths = begun(options)
-    outputs = find_outputs(read_events(paths.events, lenient=True))
+    outputs = find_outputs(read_events(paths.events, kinds=KINDS, lenient=True))
     if not outputs:
         fact = f"no worker of the run in {paths.root} has joined it yet"
         raise ConfigError("RUN", options.run, fact, "Wait until one has")

@@ -12,11 +12,9 @@ from typing import Any
 from checkpointing.named_directory import named_directory
 from elastic.cli.show import human_time, table
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import read_events, read_steps
-from elastic.reporting.health_events import to_health_events
-from elastic.reporting.incidents import find_incidents
+from elastic.reporting import health_events, incidents, verdicts
+from elastic.reporting.event_log import read_events, steps_before
 from elastic.reporting.suspect_file import SuspectFile
-from elastic.reporting.verdicts import find_verdicts
 from health.suspects import Mark, is_suspect, score
 from trainer.errors import ConfigError
 
@@ -120,10 +118,11 @@ def export_verdicts(options: argparse.Namespace) -> int:
     paths = RunPaths(root=options.run)
     if not paths.events.is_file():
         raise FileNotFoundError(f"{options.run} is no run's directory: it has no events.jsonl")
-    events = read_events(paths.events, lenient=True)
-    steps = read_steps(paths.steps, digests=False, lenient=True)
-    verdicts = find_verdicts(events, steps, find_incidents(events, steps))
-    print(
-        json.dumps(to_health_events(verdicts, events, named_directory(paths.root).name), indent=1)
-    )
+    kinds = {*incidents.KINDS, *verdicts.KINDS, *health_events.KINDS}
+    events = read_events(paths.events, kinds=kinds, lenient=True)
+    # Of steps verdicts ask alone how far the run was when something happened.
+    steps = steps_before(paths.steps, (event.time for event in events))
+    found = verdicts.find_verdicts(events, steps, incidents.find_incidents(events, steps))
+    told = health_events.to_health_events(found, events, named_directory(paths.root).name)
+    print(json.dumps(told, indent=1))
     return 0

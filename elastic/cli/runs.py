@@ -20,7 +20,7 @@ from checkpointing import (
 from checkpointing.named_directory import named_directory
 from elastic.protocol.events import RunStarted
 from elastic.protocol.run_paths import RunPaths
-from elastic.reporting.event_log import read_events
+from elastic.reporting.event_log import last_events
 
 PATIENCE_S, TRY_S = 15.0, 8.0
 """How long a server is asked for the first listing, for which somebody waits, and the bound on one
@@ -72,9 +72,8 @@ def _recorded_store(name: str) -> str | None:
     """Where the last start of the run in a directory has its checkpoints, if not there."""
     if not is_local(name):
         return None
-    happened = read_events(RunPaths(root=named_directory(name)).events, lenient=True)
-    starts = [event for event in happened if isinstance(event, RunStarted)]
-    return (starts[-1].store or None) if starts else None
+    last = last_events(RunPaths(root=named_directory(name)).events, RunStarted)
+    return next((one.store or None for one in last if isinstance(one, RunStarted)), None)
 
 
 def find_step(store: Store, step: int | None) -> int:

@@ -20,6 +20,7 @@ from elastic.protocol.events import event_from_json
 from elastic.protocol.pulse import PULSE_S, Pulse, read_pulse
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.alerts import (
+    KINDS,
     Alert,
     Limits,
     News,
@@ -139,7 +140,7 @@ class _View:
         self.name = named_directory(paths.root).name
         self.watched = Watched()
         self._paths, self._limits = paths, limits
-        self._events = Follower(paths.events, event_from_json, from_start=True)
+        self._events = Follower(paths.events, event_from_json, from_start=True, kinds=KINDS)
         self._pulse: Pulse | None = None
 
     def look(self, now: float) -> list[Alert]:

@@ -27,7 +27,7 @@ from elastic.protocol.causes import COLLECTIVE, Cause, entry_of
 from elastic.protocol.messages import Death
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
-from elastic.reporting.outputs import find_outputs, keep_files
+from elastic.reporting.outputs import KINDS, find_outputs, keep_files
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,9 @@ class LastWords:
             await self.keep_output(node)
 
     async def _keep_output(self, node: str) -> None:
-        happened = await self._on_storage(read_events, self._paths.events, lenient=True)
+        happened = await self._on_storage(
+            read_events, self._paths.events, kinds=KINDS, lenient=True
+        )
         files = [n for one in find_outputs(happened) if one.node == node for n in one.files]
         if not files:
             return

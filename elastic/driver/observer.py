@@ -24,7 +24,7 @@ from elastic.protocol.events import (
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.callback import Callback
 from elastic.reporting.conclusion import conclude
-from elastic.reporting.event_log import last_step, read_events, steps_after
+from elastic.reporting.event_log import last_events, last_step, read_events, steps_after
 from elastic.reporting.follower import Follower
 from elastic.reporting.progress import ProgressPrinter
 from elastic.reporting.report import Report
@@ -72,10 +72,8 @@ class Observer:
         self._report: Future[Report] = Future()
 
     def _catch_up(self) -> None:
-        happened = read_events(self.paths.events, lenient=True)
-        for kind in (RunStarted, RegroupDone):
-            if known := [event for event in happened if isinstance(event, kind)]:
-                self._printer.on_event(known[-1])
+        for event in last_events(self.paths.events, RunStarted, RegroupDone):
+            self._printer.on_event(event)
         if (step := last_step(self.paths.steps, lambda _: True, lenient=True)) is not None:
             self._printer.on_step(step)
 
@@ -134,9 +132,8 @@ class Observer:
 def _records_after(paths: RunPaths, since: float) -> Iterator[Event | StepRecord]:
     """Steps and evaluations that were recorded later."""
     steps = steps_after(paths.steps, since)
-    happened = read_events(paths.events, lenient=True) if steps else []
-    evaluated = [one for one in happened if isinstance(one, Evaluated) and one.time > since]
-    return _by_time(evaluated, steps)
+    happened = read_events(paths.events, kinds=[Evaluated], lenient=True) if steps else []
+    return _by_time([one for one in happened if one.time > since], steps)
 
 
 def _by_time(

@@ -41,7 +41,7 @@ def find_snapshot(paths: RunPaths, *, timeout_s: float = SURVEY_TIMEOUT_S) -> Sn
     )
     went_back = [
         (event.generation, event.step)
-        for event in read_events(paths.events, lenient=True)
+        for event in read_events(paths.events, kinds=[RegroupDone], lenient=True)
         if isinstance(event, RegroupDone) and event.outcome in ("start", "restore")
     ]
     return find_newest(stocks, went_back)

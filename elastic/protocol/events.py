@@ -706,12 +706,23 @@ def _known_fields(
     cls: type[Event] | type[StepRecord], data: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """The constructor arguments for `cls` in `data`; None when one without a default is missing."""
-    needed = (f.name for f in fields(cls) if f.default is f.default_factory is MISSING)
-    if any(name not in data for name in needed):
+    needed, floats = _FIELDS[cls]
+    if not needed <= data.keys():
         return None
     # Non-finite floats were written as text, see `plain_number`.
     return {
-        f.name: float(data[f.name]) if f.type == "float" else data[f.name]
-        for f in fields(cls)
-        if f.name in data
+        name: float(data[name]) if is_float else data[name]
+        for name, is_float in floats.items()
+        if name in data
     }
+
+
+def _fields_of(cls: type[Event] | type[StepRecord]) -> tuple[frozenset[str], dict[str, bool]]:
+    """The fields without a default, and of all of them whether they are floats."""
+    known = fields(cls)
+    needed = frozenset(f.name for f in known if f.default is f.default_factory is MISSING)
+    return needed, {f.name: f.type == "float" for f in known}
+
+
+# Looked up once: a run has a million records of few classes.
+_FIELDS = {cls: _fields_of(cls) for cls in (*_KINDS.values(), StepRecord)}

@@ -15,6 +15,16 @@ Kind = Literal[
     "failed", "dead", "stalled", "restart_storm", "spares_exhausted", "budget_low", "unsaved"
 ]
 
+KINDS = (
+    events.RunStarted,
+    events.RunEnded,
+    events.CoordinatorStarted,
+    events.WorkerLost,
+    events.CheckpointCommitted,
+    events.CheckpointSkipped,
+)
+"""Of events, that `Watched` looks at."""
+
 STORM_S = 600.0
 """Restarts within so many seconds are counted together."""
 LONG_STEPS = 20

@@ -15,10 +15,12 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from elastic.protocol.events import (
     Event,
@@ -28,13 +30,20 @@ from elastic.protocol.events import (
     event_from_json,
     step_from_json,
 )
+from elastic.reporting.record_lines import (
+    glance_at_step,
+    kinds_of,
+    lines_from_the_end,
+    may_be,
+    object_of_line,
+    size_of_lines,
+    whole_lines,
+)
 
 log = logging.getLogger(__name__)
 
 MOST_PENDING_BYTES = 16 << 20
 """What is kept of records while the disk is full: those of tens of thousands of steps."""
-
-_BLOCK_BYTES = 1 << 18
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -117,17 +126,26 @@ class EventLog:
         self.close()
 
 
-def read_events(path: str | os.PathLike[str], *, lenient: bool = False) -> list[Event]:
-    """All events of a file in the order they were written; none when there is no file yet.
+def read_events(
+    path: str | os.PathLike[str],
+    *,
+    kinds: Collection[type[Event]] = (),
+    lenient: bool = False,
+) -> list[Event]:
+    """The events of a file in the order they were written; none when there is no file yet.
 
     Args:
         path: the file.
+        kinds: only events of these; all for none. A million others cost less than a second.
         lenient: a damaged line is logged and passed over.
 
     Raises:
-        RecordError: a whole line is not a JSON object.
+        RecordError: a whole line is not a JSON object. Of other kinds lines are not parsed.
     """
-    return [event_from_json(data) for _, data in _read_objects(Path(path), lenient=lenient)]
+    objects = _read_objects(Path(path), kinds, lenient=lenient)
+    only = tuple(kinds) or Event
+    events = (event_from_json(data) for _, data in objects)
+    return [event for event in events if isinstance(event, only)]
 
 
 def read_steps(
@@ -169,12 +187,32 @@ def read_steps(
 
 def last_event(path: str | os.PathLike[str]) -> Event | None:
     """The last event of a file; None where there is none, or the last line is none."""
-    for line in _lines_from_the_end(Path(path)):
+    for line in lines_from_the_end(Path(path)):
         try:
             return event_from_json(object_of_line(line))
         except ValueError:
             break
     return None
+
+
+def last_events(path: str | os.PathLike[str], *kinds: type[Event]) -> list[Event]:
+    """The last event of each of `kinds` in a file, in their order, without those of which there is
+    none. Reads no further back than that; a damaged line is passed over."""
+    found: dict[type[Event], Event] = {}
+    missing = kinds_of(kinds)
+    for line in lines_from_the_end(Path(path)):
+        if not missing:
+            break
+        if not may_be(line, missing):
+            continue
+        try:
+            event = event_from_json(object_of_line(line))
+        except ValueError:
+            continue
+        if (name := event.kind.encode()) in missing:
+            missing.remove(name)
+            found[type(event)] = event
+    return [found[kind] for kind in kinds if kind in found]
 
 
 def present_start(happened: Sequence[Event], began: float) -> Sequence[Event]:
@@ -197,14 +235,8 @@ def find_end(path: str | os.PathLike[str], began: float) -> RunEnded | None:
     end = last_event(path)
     if not isinstance(end, RunEnded):
         return None
-    for line in _lines_from_the_end(Path(path)):
-        try:
-            event = event_from_json(object_of_line(line))
-        except ValueError:
-            continue
-        if isinstance(event, RunStarted):
-            return end if event.time == began else None
-    return None
+    started = last_events(path, RunStarted)
+    return end if [one.time for one in started] == [began] else None
 
 
 def last_step(
@@ -223,7 +255,7 @@ def last_step(
     Raises:
         RecordError: a whole line on the way is not a step record.
     """
-    for line in _lines_from_the_end(Path(path)):
+    for line in lines_from_the_end(Path(path)):
         record = _step_of(line)
         if record is None and not lenient:
             read_steps(path)  # raises, and knows the line's number
@@ -236,7 +268,7 @@ def recent_steps(path: str | os.PathLike[str], before: int, count: int) -> list[
     """The last `count` steps that count and lie before step `before`, in order. Reads no further
     back than that: of each step the last record stands first from the end."""
     found: list[StepRecord] = []
-    for line in _lines_from_the_end(Path(path)):
+    for line in lines_from_the_end(Path(path)):
         if len(found) == count or before - len(found) == 0:
             break
         record = _step_of(line)
@@ -250,11 +282,38 @@ def steps_after(path: str | os.PathLike[str], time: float) -> list[StepRecord]:
     file, without their digests; those that do not count any more included. Reads no further back
     than that."""
     found: list[StepRecord] = []
-    for line in _lines_from_the_end(Path(path)):
+    for line in lines_from_the_end(Path(path)):
         record = _step_of(line)
         if record is not None and record.time <= time:
             break
         found += [] if record is None else [replace(record, sample_digests=[])]
+    return found[::-1]
+
+
+def steps_before(path: str | os.PathLike[str], times: Iterable[float]) -> list[StepRecord]:
+    """Of the steps that count (see `read_steps`) the last one by each of `times`, in seconds since
+    the epoch, and the last of all; by step, without their digests. Reads no further back than that,
+    and parses no others; a damaged line is passed over."""
+    waiting = sorted({inf, *times})
+    found: list[StepRecord] = []
+    earliest = inf
+    for line in lines_from_the_end(Path(path)):
+        if not waiting:
+            break
+        record = None
+        if (seen := glance_at_step(line)) is None:
+            if (record := _step_of(line)) is None:
+                continue
+            seen = record.step, record.time
+        step, time = seen
+        if step >= earliest:
+            continue  # it was done again
+        if time <= waiting[-1]:
+            if (record := record or _step_of(line)) is None:
+                continue
+            found.append(replace(record, sample_digests=[]))
+            del waiting[bisect_left(waiting, time) :]
+        earliest = step
     return found[::-1]
 
 
@@ -266,45 +325,19 @@ def _step_of(line: bytes) -> StepRecord | None:
         return None
 
 
-def _lines_from_the_end(path: Path) -> Iterator[bytes]:
-    """Whole lines, the last one first."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        place, rest = max(0, size_of_lines(file) - 1), b""
-        while place:
-            size = min(_BLOCK_BYTES, place)
-            place -= size
-            rest, *lines = (os.pread(file.fileno(), size, place) + rest).split(b"\n")
-            yield from reversed(lines)
-        if rest:
-            yield rest
-
-
-def size_of_lines(file: BinaryIO) -> int:
-    """Bytes of a record file up to its last newline, which is the last of them."""
-    place = file.seek(0, os.SEEK_END)
-    while place:
-        size = min(_BLOCK_BYTES, place)
-        place -= size
-        found = os.pread(file.fileno(), size, place).rfind(b"\n")
-        if found >= 0:
-            return place + found + 1
-    return 0
-
-
-def _read_objects(path: Path, *, lenient: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_objects(
+    path: Path, kinds: Collection[type[Event]] = (), *, lenient: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers and objects of a record file; what follows the last newline is not a record. See
-    `read_events` for `lenient`."""
+    `read_events` for `kinds` and `lenient`."""
     if not path.exists():
         return
+    names = kinds_of(kinds)
     with path.open("rb") as file:
-        left = size_of_lines(file)
-        file.seek(0)
-        for number, line in enumerate(file, start=1):
-            left -= len(line)
-            if left < 0:
-                return
+        end = os.fstat(file.fileno()).st_size
+        for number, line in enumerate(whole_lines(file, 0, end), start=1):
+            if names and not may_be(line, names):
+                continue
             try:
                 data = object_of_line(line)
             except ValueError as error:
@@ -314,17 +347,6 @@ def _read_objects(path: Path, *, lenient: bool = False) -> Iterator[tuple[int, d
                 log.warning("a line is passed over: %s", damaged)
             else:
                 yield number, data
-
-
-def object_of_line(line: bytes) -> dict[str, Any]:
-    """The JSON object of a whole line. Raises ValueError: it holds none."""
-    try:
-        data = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not JSON ({error})") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"not a JSON object but {type(data).__name__}")
-    return data
 
 
 def _cut_torn_tail(path: Path) -> None:

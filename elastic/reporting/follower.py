@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from elastic.reporting.event_log import object_of_line, size_of_lines
+from elastic.protocol.events import Event
+from elastic.reporting.record_lines import (
+    kinds_of,
+    may_be,
+    object_of_line,
+    size_of_lines,
+    whole_lines,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +34,7 @@ class Follower(Generic[_Record]):
         path: the file. It need not be there yet.
         record_of: makes a record of a line's JSON object; None: the line is no record.
         from_start: what it holds now is taken, too; else it is passed over.
+        kinds: of events, lines of other kinds are passed over unparsed; all are taken for none.
     """
 
     def __init__(
@@ -35,8 +43,10 @@ class Follower(Generic[_Record]):
         record_of: Callable[[dict[str, Any]], _Record | None],
         *,
         from_start: bool = False,
+        kinds: Collection[type[Event]] = (),
     ) -> None:
         self._path, self._record_of = path, record_of
+        self._kinds = kinds_of(kinds)
         self._offset = 0
         self._inode: int | None = None
         self.anew = False
@@ -47,25 +57,20 @@ class Follower(Generic[_Record]):
 
     def take(self) -> list[_Record]:
         """The records since the last call. A damaged line is logged and passed over."""
-        records = (self._record(line) for line in self._whole_lines())
-        return [record for record in records if record is not None]
+        lines = (one for one in self._whole_lines() if not self._kinds or may_be(one, self._kinds))
+        return [record for record in map(self._record, lines) if record is not None]
 
-    def _whole_lines(self) -> list[bytes]:
+    def _whole_lines(self) -> Iterator[bytes]:
         self.anew = False
-        try:
-            with self._path.open("rb") as file:
-                there = os.fstat(file.fileno())
-                other = self._inode not in (None, there.st_ino)
-                self.anew = other or there.st_size < self._offset
-                self._inode, self._offset = there.st_ino, 0 if self.anew else self._offset
-                new = there.st_size - self._offset
-                # One read: between two, a torn line could be cut off and another one begun.
-                data = os.pread(file.fileno(), new, self._offset)
-        except OSError:  # it is not there yet, or out of reach: the next call reads on
-            return []
-        *lines, torn = data.split(b"\n")
-        self._offset += len(data) - len(torn)
-        return lines
+        # It is not there yet, or out of reach: the next call reads on.
+        with suppress(OSError), self._path.open("rb") as file:
+            there = os.fstat(file.fileno())
+            other = self._inode not in (None, there.st_ino)
+            self.anew = other or there.st_size < self._offset
+            self._inode, self._offset = there.st_ino, 0 if self.anew else self._offset
+            for line in whole_lines(file, self._offset, there.st_size):
+                self._offset += len(line) + 1
+                yield line
 
     def _record(self, line: bytes) -> _Record | None:
         try:

@@ -14,6 +14,9 @@ from elastic.protocol.events import Event, NodeReplacement, SignsChanged
 from elastic.reporting.verdicts import Advice
 from health.verdict import Step, Verdict
 
+KINDS = NodeReplacement, SignsChanged
+"""Of events, that are looked at here."""
+
 _AGENT = "elastictrainer"
 
 _ACTIONS: Mapping[Step, str] = {

@@ -32,6 +32,18 @@ from elastic.protocol.events import (
     WorkerLost,
 )
 
+KINDS = (
+    FaultFired,
+    RegroupCalled,
+    RegroupDone,
+    RegroupGathered,
+    ReplicaHealed,
+    RunEnded,
+    RunStarted,
+    WorkerLost,
+)
+"""Of events, that are looked at here."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:

@@ -20,6 +20,9 @@ from health.log_tail import read_last
 _RAYS = re.compile(r"/logs/worker-[0-9a-f]+-[0-9a-f]+-\d+\.(?:out|err)$")
 """The files that Ray has for workers. Nothing else is read, whatever the records say."""
 
+KINDS = WorkerJoined, ReplicaForming
+"""Of events, that `find_outputs` looks at."""
+
 MOST_NODES = 100
 """Of a run, of which something is kept; the last ones."""
 
@@ -39,7 +42,8 @@ class Output:
 
 
 def find_outputs(events: Iterable[Event]) -> list[Output]:
-    """Where the output of a run's workers lies, in the order of their slots, spares last."""
+    """Where the output of a run's workers lies, in the order of their slots, spares last. `events`:
+    all of the run, or those of `KINDS`."""
     joined: dict[str, WorkerJoined] = {}
     slots: dict[str, tuple[int, int]] = {}
     for event in events:

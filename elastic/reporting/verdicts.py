@@ -29,6 +29,9 @@ from health.ladder import EMPTY, decide_step
 from health.signatures import find_signs
 from health.verdict import Sign, Step, Verdict, sign_from_json
 
+KINDS = CrossGroupLost, ReplicaForming, SignsChanged, StragglersFound, WorkerJoined, WorkerLost
+"""Of events, that are looked at here."""
+
 BEFORE_S, AFTER_S = 60.0, 30.0
 """Signs that were seen so long before an incident's first loss, or after its last roster, belong to
 it: the kernel is often the first to say something, instruments are looked at every few seconds."""

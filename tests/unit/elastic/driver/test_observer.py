@@ -126,6 +126,17 @@ def test_events_and_steps_come_by_their_times(files: Files) -> None:
     assert diary.told[:-1] == written
 
 
+def test_who_attaches_is_told_where_the_run_is_without_all_that_happened(
+    files: Files, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run of months there are a million events."""
+    files.write(STARTED, step_record(0), step_record(1))
+    with files.paths.events.open("a") as file:
+        file.write('{"kind": "steps_timed", "seconds": ' + "[" * 200_000 + "\n")
+    Observer(files.paths, (), attaches=True, tensorboard=False)._look()
+    assert "step 2/" in capsys.readouterr().err
+
+
 def test_an_earlier_start_of_the_run_is_not_told_again(files: Files) -> None:
     files.write(STARTED, step_record(0))
     diary = Diary(full=0)

@@ -24,7 +24,7 @@ from elastic.protocol.events import (
     WorkerLost,
     step_from_json,
 )
-from elastic.reporting import event_log
+from elastic.reporting import record_lines
 from elastic.reporting.event_log import (
     EventLog,
     RecordError,
@@ -94,7 +94,7 @@ def test_of_each_step_the_record_that_counts_stays(
 def test_the_end_of_a_file_is_found_in_blocks_of_any_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, torn: str
 ) -> None:
-    monkeypatch.setattr(event_log, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(record_lines, "_BLOCK_BYTES", block)
     records = [record(step, float(step)) for step in range(4)]
     path = write(tmp_path / "steps.jsonl", records)
     with path.open("a") as file:
