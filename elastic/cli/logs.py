@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,13 +13,15 @@ from elastic.cli.arguments import count
 from elastic.cli.live import add_run_to, begun, join
 from elastic.reporting.event_log import read_events
 from elastic.reporting.outputs import KINDS, Output, find_outputs, read_files, read_kept
-from health.signatures import find_sign
 from trainer.errors import ConfigError
 
 _NAMED = 5
 """Workers in a message, of thousands."""
 _NODE_S = 60.0
 """How long a node may take."""
+
+_PORTION_BYTES = 64 << 20
+"""Of output, fetched at most before it is printed: at 64 KiB a file, that of 512 workers."""
 
 
 def add_to(commands: Any) -> None:
@@ -56,32 +58,68 @@ def show_logs(options: argparse.Namespace) -> int:
         if not outputs:
             fact = f"{paths.events} names no such worker; {_near(options.worker, known)}"
             raise ConfigError("--worker", options.worker, fact, "Use one of these, or leave it out")
-    most_bytes = options.kib << 10
     kept = {one.node for one in outputs if paths.output_of(one.node).is_dir()}
+    missing, failed = _join(options, outputs, kept)
+    most_bytes = options.kib << 10
+    for portion in plan_portions(outputs, most_bytes):
+        texts, silent = _fetch(portion, missing.keys(), most_bytes, options.faults)
+        missing |= silent
+        failed |= silent.keys()
+        for one in portion:
+            found = texts.get(one.node, {})
+            if one.node in missing and one.node in kept:
+                folder = paths.output_of(one.node)
+                found = read_kept(folder, one.files, most_bytes, options.faults)
+            for line in _lines(one, found):
+                print(f"{one.slot} {one.worker} | {line}")
+        sys.stdout.flush()
+    for node in dict.fromkeys(one.node for one in outputs if one.node in missing):
+        what = "this is what was kept before" if node in kept else "nothing of it is kept"
+        print(f"elastic: node {node[:6]}: {missing[node]}, and {what}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _join(
+    options: argparse.Namespace, outputs: Sequence[Output], kept: Collection[str]
+) -> tuple[dict[str, str], set[str]]:
+    """Joins the cluster. Returns the nodes that cannot be asked, with why, and those of them that
+    should have been.
+
+    Raises:
+        ConfigError: none can be asked, and of none anything is `kept`.
+    """
+    from elastic.ray_compat.cluster import live_nodes
+
     try:
         join(options.address)
     except ConfigError as error:
         if not kept:
             raise
         print(f"elastic: no node can be asked: {error.fact}", file=sys.stderr)
-        texts: dict[str, dict[str, str]] = {}
         missing = {one.node: "it was not asked" for one in outputs}
-        failed = set(missing) if options.address else missing.keys() - kept
-    else:
-        texts, silent = _fetch(outputs, most_bytes)
-        missing = {one.node: "it is gone" for one in outputs if one.node not in texts} | silent
-        failed = set(silent)
+        return missing, set(missing) if options.address else missing.keys() - kept
+    alive = set(live_nodes())
+    return {one.node: "it is gone" for one in outputs if one.node not in alive}, set()
+
+
+def plan_portions(outputs: Sequence[Output], most_bytes: int) -> Iterator[Sequence[Output]]:
+    """Cuts `outputs` into portions that can be held at once, in their order.
+
+    Args:
+        outputs: of the workers to show.
+        most_bytes: of each file.
+    """
+    portion: list[Output] = []
+    size = 0
     for one in outputs:
-        if one.node in missing and one.node in kept:
-            found = read_kept(paths.output_of(one.node), one.files, most_bytes)
-            texts.setdefault(one.node, {}).update(found)
-        for line in _lines(one, texts.get(one.node, {})):
-            if not options.faults or find_sign(line, "worker", one.node, 0.0, {}) is not None:
-                print(f"{one.slot} {one.worker} | {line}")
-    for node, why in missing.items():
-        what = "this is what was kept before" if node in kept else "nothing of it is kept"
-        print(f"elastic: node {node[:6]}: {why}, and {what}", file=sys.stderr)
-    return 1 if failed else 0
+        own = most_bytes * len(one.files)
+        if portion and size + own > _PORTION_BYTES:
+            yield portion
+            portion, size = [], 0
+        portion.append(one)
+        size += own
+    if portion:
+        yield portion
 
 
 def _near(worker: str, known: Sequence[str]) -> str:
@@ -93,16 +131,25 @@ def _near(worker: str, known: Sequence[str]) -> str:
 
 
 def _fetch(
-    outputs: Sequence[Output], most_bytes: int
+    portion: Sequence[Output], passed_by: Collection[str], most_bytes: int, faults: bool
 ) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """What is left on each node that answers, by file, and why each other living one does not."""
-    from elastic.ray_compat.cluster import Failed, live_nodes, on_nodes
+    """What is left on each node that answers, by file, and why each other one does not.
 
+    Args:
+        portion: what to fetch.
+        passed_by: nodes that are not asked.
+        most_bytes: of each file.
+        faults: only the lines that speak of them.
+    """
     asked: dict[str, list[str]] = defaultdict(list)
-    for one in outputs:
-        asked[one.node] += one.files
-    alive = set(live_nodes())
-    calls = {node: (names, most_bytes) for node, names in asked.items() if node in alive}
+    for one in portion:
+        if one.node not in passed_by:
+            asked[one.node] += one.files
+    if not asked:
+        return {}, {}
+    from elastic.ray_compat.cluster import Failed, on_nodes
+
+    calls = {node: (names, most_bytes, faults) for node, names in asked.items()}
     answers = on_nodes(read_files, calls, timeout_s=_NODE_S)
     failed = {node: told.why for node, told in answers.items() if isinstance(told, Failed)}
     return {n: told for n, told in answers.items() if not isinstance(told, Failed)}, failed

@@ -16,6 +16,7 @@ from pathlib import Path
 from checkpointing.whole_file import write_whole
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
 from health.log_tail import read_last
+from health.signatures import find_sign
 
 _RAYS = re.compile(r"/logs/worker-[0-9a-f]+-[0-9a-f]+-\d+\.(?:out|err)$")
 """The files that Ray has for workers. Nothing else is read, whatever the records say."""
@@ -63,9 +64,16 @@ def find_outputs(events: Iterable[Event]) -> list[Output]:
     ]
 
 
-def read_files(names: Sequence[str], most_bytes: int) -> dict[str, str]:
-    """The end of each file, with its name. Runs on the node."""
-    return {name: read_last(Path(name), most_bytes) for name in names if _RAYS.search(name)}
+def read_files(names: Sequence[str], most_bytes: int, faults: bool = False) -> dict[str, str]:
+    """The end of each file, with its name. Runs on the node.
+
+    Args:
+        names: of the files.
+        most_bytes: of each.
+        faults: leave only the lines that speak of faults we know.
+    """
+    texts = {name: read_last(Path(name), most_bytes) for name in names if _RAYS.search(name)}
+    return {name: _faults_in(text) for name, text in texts.items()} if faults else texts
 
 
 def keep_files(folder: Path, texts: Mapping[str, str]) -> None:
@@ -84,9 +92,17 @@ def keep_files(folder: Path, texts: Mapping[str, str]) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read_kept(folder: Path, names: Sequence[str], most_bytes: int) -> dict[str, str]:
+def read_kept(
+    folder: Path, names: Sequence[str], most_bytes: int, faults: bool = False
+) -> dict[str, str]:
     """As `read_files`, of what is kept of a node in `folder`."""
-    return {name: read_last(folder / Path(name).name, most_bytes) for name in names}
+    texts = {name: read_last(folder / Path(name).name, most_bytes) for name in names}
+    return {name: _faults_in(text) for name, text in texts.items()} if faults else texts
+
+
+def _faults_in(text: str) -> str:
+    lines = text.splitlines()
+    return "\n".join(line for line in lines if find_sign(line, "worker", "", 0.0, {}) is not None)
 
 
 def _written(path: Path) -> float:

@@ -86,7 +86,7 @@ def test_a_node_without_the_package_and_two_that_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As with `ray job submit --working-dir`: what the command calls there cannot be imported."""
-    (tmp_path / "only_here.py").write_text("def read(names, most_bytes): return {}\n")
+    (tmp_path / "only_here.py").write_text("def read(*told): return {}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(logs, "read_files", importlib.import_module("only_here").read)
     node = ray.get_runtime_context().get_node_id()
@@ -108,6 +108,31 @@ def test_a_node_without_the_package_and_two_that_are_gone(
     assert said.out == ""
     assert main(["logs", str(tmp_path), "--address", address]) == 1
     assert capsys.readouterr().out == "spare w3 | its\nspare w3 | last words\n"
+
+
+def test_output_is_shown_before_the_rest_is_fetched(cluster: None, tmp_path: Path) -> None:
+    """Of thousands of workers it takes minutes. The second one's file is a pipe: who reads it waits
+    for a writer."""
+    files = [tmp_path / "logs" / f"worker-0{n}-01000000-1.err" for n in range(2)]
+    files[0].parent.mkdir()
+    files[0].write_text("one\nCUDA out of memory\n")
+    os.mkfifo(files[1])
+    node = ray.get_runtime_context().get_node_id()
+    with EventLog(tmp_path / "events.jsonl") as records:
+        for n, file in enumerate(files):
+            records.append(
+                WorkerJoined(
+                    time=1.0, worker=f"w{n}", node=node, pid=1, born_ticks=1, logs=[str(file)]
+                )
+            )
+    command = [sys.executable, "-m", "elastic.cli.main", "logs", str(tmp_path), "--faults"]
+    command += ["--kib", str(64 << 10), "--address", ray.get_runtime_context().gcs_address]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        assert asking.stdout.readline() == "spare w0 | CUDA out of memory\n"
+        files[1].open("w").close()
+        assert asking.stdout.read() == ""
+    assert asking.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from elastic.cli.logs import plan_portions
 from elastic.cli.main import main
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
-from elastic.reporting.outputs import find_outputs, read_files
+from elastic.reporting.outputs import Output, find_outputs, read_files, read_kept
+
+SIZES = 16 << 20, 64 << 10, 100 << 20
 
 LOG = "/tmp/ray/session_x/logs/worker-{}-ffffffff-12.err"
 
@@ -55,6 +58,30 @@ def test_only_what_ray_has_written_is_read(tmp_path: Path) -> None:
     assert one.files == (str(log),)
     assert read_files([str(log), str(secret)], 100) == {str(log): "one\ntwo\n"}
     assert read_files([str(log)], 5) == {str(log): "two\n"}
+
+
+def test_a_node_sends_no_more_than_the_lines_that_speak_of_faults(tmp_path: Path) -> None:
+    """Of thousands of workers the others are gigabytes."""
+    log = tmp_path / "logs" / "worker-0a-ffffffff-12.err"
+    log.parent.mkdir()
+    fault = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    log.write_text(f"one\n{fault}\ntwo\n{fault}\n")
+    assert read_files([str(log)], 1000, True) == {str(log): f"{fault}\n{fault}"}
+    elsewhere = f"/gone/{log.name}"
+    assert read_kept(log.parent, [elsewhere], 1000, True) == {elsewhere: f"{fault}\n{fault}"}
+
+
+def test_a_portion_is_as_much_as_can_be_held() -> None:
+    def output(worker: int, files: int) -> Output:
+        names = tuple(LOG.format(f"{worker}{file}") for file in range(files))
+        return Output(worker=f"w{worker}", slot="spare", node="n", files=names)
+
+    outputs = [output(worker, 2) for worker in range(5)]
+    of_each = {bytes_: [len(p) for p in plan_portions(outputs, bytes_)] for bytes_ in SIZES}
+    assert of_each == {16 << 20: [2, 2, 1], 64 << 10: [5], 100 << 20: [1] * 5}
+    wordless = [output(worker, 0) for worker in range(5)]
+    assert list(plan_portions(wordless, 100 << 20)) == [wordless]
+    assert list(plan_portions([], 1)) == []
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
