@@ -9,8 +9,8 @@ loader: what it reads is a function of (seed, step). A generation makes a new on
 be others.
 
 A dataset that draws from torch's generator gets the numbers that the micro-batch was seeded with.
-The generator is one for all threads, so such a read waits until it is due. Decision:
-docs/decisions/042.
+The generator is one for all threads, so such a read waits until it is due, and so does one that
+seeds or saves it (`draws.py`). Decision: docs/decisions/042.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils import _python_dispatch as dispatch
 
 from trainer.data import SampleSource
 from trainer.data.order import Ids
 from trainer.engine.batches import pinned
+from trainer.loop.draws import DrawnError, Draws
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Loader:
     def _read_due(self, ids: Ids | None = None) -> _Read:
         """Reads while the step waits, so that nobody else draws."""
         before = torch.get_rng_state()
-        with _Draws(refused=False) as draws:
+        with Draws(refused=False) as draws:
             read = self._read(next(self._due) if ids is None else ids)
         # It may also seed that generator, for others to draw from, and may leave it as it was.
         if draws.asked or not torch.equal(before, torch.get_rng_state()):
@@ -102,11 +102,11 @@ class Loader:
         if ids is None:  # the run ends before
             return _Read(np.empty(0, dtype=np.int64), None, 0.0, complete=True)
         read = _Read(ids, None, 0.0, complete=False)
-        draws = _Draws(refused=True)
+        draws = Draws(refused=True)
         try:
             with draws:
                 read = self._read(ids)
-        except (Exception, _DrawnError) as error:  # what it was comes again when it is due
+        except (Exception, DrawnError) as error:  # what it was comes again when it is due
             if isinstance(error, Exception):
                 log.warning("a micro-batch is read again when it is due: %r", error)
         if draws.asked:
@@ -119,48 +119,3 @@ class Loader:
         batch = self._data.batch(ids)
         read_s = time.perf_counter() - began_s
         return _Read(ids, pinned(batch) if self._pin else batch, read_s, complete=True)
-
-
-class _DrawnError(BaseException):
-    """Not an Exception: a dataset that catches those does not go on without the numbers."""
-
-
-class _Draws(dispatch.TorchDispatchMode):
-    """In the block: notes whether its thread draws from a generator that others use, too.
-
-    Args:
-        refused: it may not, and `_DrawnError` ends what asked for it.
-    """
-
-    def __init__(self, *, refused: bool) -> None:
-        super().__init__()
-        self._refused = refused
-        self.asked = False
-        """Whether it drew, or was to."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What an item has compiled stays so."""
-        return True
-
-    # Not the class's own: that sets flags of the whole process, by which the main thread would run
-    # compiled blocks uncompiled.
-    def __enter__(self) -> _Draws:
-        dispatch._push_mode(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dispatch._pop_mode()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        if draws and kwargs.get("generator") is None:
-            self.asked = True
-            if self._refused:
-                raise _DrawnError
-        return func(*args, **kwargs)

@@ -7,13 +7,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Container, Iterator
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import manual_seed, nn
 
 from tests.support.data_plane import train_at
 from tests.support.fabric import GLOO
@@ -22,12 +23,13 @@ from trainer.backend.rendezvous import Rendezvous, close_connections
 from trainer.config import TrainConfig
 from trainer.data.order import Ids
 from trainer.errors import ConfigError
-from trainer.loop.loader import Loader
+from trainer.loop.loader import Loader, read
 from trainer.loop.samples import lane_ids, micro_batches
 from trainer.tasks.custom import CustomTask
 
 SAMPLES, STEPS = 64, 6
 PATIENCE_S, READ_S = 30.0, 0.002
+STATE = torch.get_rng_state()
 
 
 class Watched:
@@ -282,6 +284,138 @@ def test_what_seeds_the_generator_of_all_is_read_when_it_is_due(kind: type[Batch
     for index in range(4):
         loader.take()
         assert list(data.read) == list(range(index + 1))
+
+
+def by_name() -> Any:
+    """`torch.random.default_generator`, which torch does not declare."""
+    return vars(torch.random)["default_generator"]
+
+
+class Rare(Batched):
+    """Item 2 asks for the generator of all, in a way of its own. Item 1 does not."""
+
+    def __init__(self, augment: Callable[[Rare], torch.Tensor]) -> None:
+        super().__init__()
+        self._augment = augment
+        self.within, self.drawn, self.ended = (threading.Event() for _ in range(3))
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = super().__getitem__(index)
+        if index != 2:
+            return sample
+        try:
+            return sample + self._augment(self)
+        finally:
+            self.within.set()
+            self.ended.set()
+
+    def wait(self) -> None:
+        """Until the step has drawn."""
+        self.within.set()
+        assert self.drawn.wait(PATIENCE_S)
+
+
+def _forks(data: Rare) -> torch.Tensor:
+    with torch.random.fork_rng():
+        data.wait()
+        return torch.rand(4)
+
+
+def _forks_and_seeds(data: Rare) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        data.wait()
+        return torch.rand(4)
+
+
+def _seeds_and_draws_by_numpy(data: Rare) -> torch.Tensor:
+    data.wait()
+    manual_seed(2)  # by a name that was bound before
+    return torch.from_numpy(np.random.default_rng(2).random(4))
+
+
+def _seeds_the_generator_itself(data: Rare) -> torch.Tensor:
+    data.wait()
+    by_name().manual_seed(2)
+    return torch.zeros(4)
+
+
+def _seeds_whatever_is_refused(data: Rare) -> torch.Tensor:
+    data.wait()
+    with suppress(BaseException):
+        torch.seed()
+    with suppress(BaseException):
+        torch.set_rng_state(STATE)
+    return torch.zeros(4)
+
+
+def _compiles(data: Rare) -> torch.Tensor:
+    """The compiler saves the generator's state and puts it back."""
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        data.wait()
+        return module.forward
+
+    compiled = torch.compile(lambda sample: 2 * sample, backend=backend)
+    return cast("torch.Tensor", compiled(torch.ones(4)))
+
+
+@pytest.mark.parametrize(
+    "augment",
+    [
+        _forks,
+        _forks_and_seeds,
+        _seeds_and_draws_by_numpy,
+        _seeds_the_generator_itself,
+        _seeds_whatever_is_refused,
+        _compiles,
+    ],
+)
+def test_a_rare_item_that_seeds_or_forks_is_read_when_it_is_due(
+    augment: Callable[[Rare], torch.Tensor],
+) -> None:
+    """The step draws what it would have drawn, and so does the item."""
+    torch.manual_seed(98)
+    expected = torch.rand(2)
+    data = Rare(augment)
+    loader = Loader(data, iter(np.arange(9)[:, None]), ahead=2, pin=False)
+    loader.take()
+    torch.manual_seed(98)
+    assert data.within.wait(PATIENCE_S), "the item is read ahead"
+    drawn = [torch.rand(1)]
+    data.drawn.set()
+    assert data.ended.wait(PATIENCE_S)
+    drawn.append(torch.rand(1))
+    assert torch.equal(torch.cat(drawn), expected)
+    loader.take()
+    torch.manual_seed(97)
+    found = loader.take()[1][0]
+    torch.manual_seed(97)
+    assert torch.equal(found, 2 + augment(data))
+
+
+def test_others_seed_and_draw_as_ever_while_one_reads_ahead() -> None:
+    def seeded() -> list[Any]:
+        torch.manual_seed(5)
+        with torch.random.fork_rng():
+            torch.rand(1)
+        state = torch.get_rng_state()
+        drawn = torch.rand(3)
+        torch.set_rng_state(state)
+        return [torch.initial_seed(), drawn.tolist(), torch.rand(3).tolist()]
+
+    data = Gated()
+    loader = Loader(data, iter(np.arange(9)[:, None]), ahead=1, pin=False)
+    expected = seeded()
+    loader.take()
+    assert data.begun.wait(PATIENCE_S)
+    assert by_name() is not torch.default_generator, "it stands in"
+    assert seeded() == expected
+    loader.close()
+    data.gate.set()
+    read(data, np.array([8]))
+    assert by_name() is torch.default_generator
+    assert data.read == [0, 1, 8], "what was read ahead was not refused"
 
 
 def test_an_item_may_be_computed_by_what_was_compiled() -> None:
