@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from trainer.data.file_hashes import HashedFile, check_unchanged
 from trainer.data.split import find_threshold, hash_of
 from trainer.data.text import Document, SourceFile, read_documents
 from trainer.data.tokenizer import (
@@ -42,8 +43,8 @@ class Recipe:
     files: tuple[SourceFile, ...]
     """The files, in order."""
 
-    sizes: tuple[int, ...]
-    """Bytes of each."""
+    hashed: tuple[HashedFile, ...]
+    """What each was before it was read."""
 
     field: str
     """Key or column of the text."""
@@ -71,8 +72,8 @@ class Recipe:
         return self._documents(doing, present_listener())  # tokenizers reads on a thread of its own
 
     def _documents(self, doing: str, tell: Listener) -> Iterator[Document]:
-        sizes = {str(f.path): size for f, size in zip(self.files, self.sizes, strict=True)}
-        total, before, current = sum(self.sizes), 0, ""
+        sizes = {str(file.path): file.size_bytes for file in self.hashed}
+        total, before, current = sum(sizes.values()), 0, ""
         tell(doing, 0, total)
         for document in read_documents(self.files, self.field):
             path = document.source.rpartition(":")[0]
@@ -100,7 +101,11 @@ class Counts:
 
 
 def build(directory: Path, recipe: Recipe) -> Counts:
-    """Fill an empty directory: `train/`, `val/` and `tokenizer.json`."""
+    """Fill an empty directory: `train/`, `val/` and `tokenizer.json`.
+
+    Raises:
+        ConfigError: text that cannot be read, or that changed meanwhile.
+    """
     started_s = time.monotonic()
     logger.info("preparing %d files in %s", len(recipe.files), directory)
     threshold = find_threshold(recipe.documents("splitting the text"), recipe.holdout)
@@ -112,6 +117,7 @@ def build(directory: Path, recipe: Recipe) -> Counts:
         logger.info("trained a tokenizer after %.1f s", time.monotonic() - started_s)
     tokenizer.save(str(directory / TOKENIZER_NAME))
     counts = _encode(directory, recipe, tokenizer, threshold)
+    check_unchanged(recipe.hashed)
     logger.info("prepared in %.1f s: %s", time.monotonic() - started_s, counts)
     return counts
 

@@ -13,10 +13,11 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkpointing.whole_file import write_whole
 from trainer.data.text import unreadable
+from trainer.errors import ConfigError
 from trainer.progress import tell
 
 log = logging.getLogger(__name__)
@@ -27,9 +28,21 @@ _SETTLED_S = 2.0
 another time: file systems count it in ticks of up to two seconds."""
 
 
-def hash_files(
-    paths: Sequence[Path], memory: Path, now_s: float | None = None
-) -> list[tuple[int, str]]:
+class HashedFile(NamedTuple):
+    """A file, as it was before it was hashed."""
+
+    path: Path
+    mark: list[int]
+    """Size in bytes, and times."""
+
+    sha256: str
+
+    @property
+    def size_bytes(self) -> int:
+        return self.mark[0]
+
+
+def hash_files(paths: Sequence[Path], memory: Path, now_s: float | None = None) -> list[HashedFile]:
     """Size in bytes and SHA-256 of each file.
 
     Args:
@@ -55,7 +68,31 @@ def hash_files(
         settled = [path for path in new if path in hashes and max(marks[path][1:]) < latest_ns]
         if settled:
             _keep(memory, {**known, **{str(p): [marks[p], hashes[p]] for p in settled}})
-    return [(marks[path][0], hashes[path]) for path in paths]
+    return [HashedFile(path, marks[path], hashes[path]) for path in paths]
+
+
+def check_unchanged(files: Sequence[HashedFile]) -> None:
+    """Looks whether files still are what they were when they were hashed. One whose times alone are
+    others is hashed again.
+
+    Raises:
+        ConfigError: one is not, or cannot be read.
+    """
+    for file in files:
+        now = _mark(file.path)
+        if now == file.mark:
+            continue
+        size = now[0]
+        if size != file.size_bytes or file.sha256 != _sha256(
+            file.path, "hashing what has other times", 0, size
+        ):
+            raise ConfigError(
+                "train.task.data.paths",
+                str(file.path),
+                f"it changed while it was read: it had {file.size_bytes} bytes when that began, "
+                f"and other {size} bytes at the end",
+                "Start again when nobody writes it any more, or leave it out",
+            )
 
 
 def _knows(known: dict[str, Any], path: Path, mark: list[int]) -> bool:

@@ -5,11 +5,11 @@
 
 The result is a directory named by a fingerprint of everything that determines it: the files' bytes
 in order (not their names), and the settings. Only files that are new or changed are read
-(`file_hashes.py`). It is built under a name of its own and renamed into
-place when complete. So a crash leaves nothing half-made under the final name; of two processes at
-once the first to finish wins and the other uses its result, which is the same. What a killed
-process leaves in a `.building-` directory is never looked at, and deleted by the next one that
-builds, unless another one builds as well.
+(`file_hashes.py`). It is built under a name of its own and renamed into place when complete, if the
+files still are what they were. So a crash leaves nothing half-made under the final name; of two
+processes at once the first to finish wins and the other uses its result, which is the same. What a
+killed process leaves in a `.building-` directory is never looked at, and deleted by the next one
+that builds, unless another one builds as well.
 """
 
 from __future__ import annotations
@@ -88,7 +88,10 @@ def _plan_recipe(config: DataConfig, memory: Path) -> Recipe:
     hashed = hash_files([file.path for file in files], memory)
     facts = {
         "schema": SCHEMA,
-        "files": [(file.format, *found) for file, found in zip(files, hashed, strict=True)],
+        "files": [
+            (file.format, found.size_bytes, found.sha256)
+            for file, found in zip(files, hashed, strict=True)
+        ],
         "field": config.field,
         "holdout": config.holdout,
         "file_tokens": config.file_tokens,
@@ -96,7 +99,7 @@ def _plan_recipe(config: DataConfig, memory: Path) -> Recipe:
     }
     return Recipe(
         files=files,
-        sizes=tuple(size for size, _ in hashed),
+        hashed=tuple(hashed),
         field=config.field,
         holdout=config.holdout,
         tokenizer=tokenizer,

@@ -241,6 +241,36 @@ def test_of_two_at_once_the_first_to_finish_wins(
     assert [path.name for path in kept_in(cache)] == [Path(prepared.train).parent.name]
 
 
+@pytest.mark.parametrize("doing", ["splitting", "reading", "encoding"])
+@pytest.mark.parametrize(
+    "text", [TEXTS[-1] + "y = 1\n", TEXTS[-1].replace("+", "-")], ids=["longer", "as long"]
+)
+def test_text_that_changes_while_it_is_read_is_not_kept_under_its_former_hash(
+    corpus: Path, cache: Path, doing: str, text: str
+) -> None:
+    last = corpus / "039.py"
+
+    def write(what: str, done: int, total: int) -> None:
+        if what.startswith(doing) and last.read_text() != text:
+            last.write_text(text)
+
+    with (
+        listening(write),
+        pytest.raises(
+            ConfigError, match=r"it changed while it was read: it had 30 bytes"
+        ) as caught,
+    ):
+        prepare(config_for(corpus), str(cache))
+    assert caught.value.value == str(last) and last.read_text() == text
+    assert kept_in(cache) == []
+
+
+def test_text_of_which_only_the_times_change_meanwhile_is_kept(corpus: Path, cache: Path) -> None:
+    with listening(lambda *_: (corpus / "039.py").touch()):
+        prepared = prepare(config_for(corpus), str(cache))
+    assert kept_in(cache) == [Path(prepared.train).parent]
+
+
 @pytest.mark.parametrize("damage", ["{", "[]", '{"val_tokens": 1}'])
 def test_a_damaged_record_is_named(corpus: Path, cache: Path, damage: str) -> None:
     prepared = prepare(config_for(corpus), str(cache))
