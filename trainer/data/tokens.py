@@ -153,6 +153,7 @@ class TokenSet:
 
         Raises:
             IndexError: the range does not lie within the set.
+            TokensCorruptError: a file has another size than it had, or an id that is none.
         """
         if not 0 <= start <= start + count <= len(self):
             raise IndexError(f"tokens {start}..{start + count} of a set of {len(self)}")
@@ -162,6 +163,7 @@ class TokenSet:
             number, offset = divmod(start + done, self.index.file_tokens)
             part = self._map(number)[offset : offset + count - done]
             out[done : done + len(part)] = part
+            self._check_ids(number, out[done : done + len(part)])
             done += len(part)
         return out
 
@@ -176,8 +178,18 @@ class TokenSet:
             if len(self._maps) >= self._most_maps:
                 del self._maps[next(iter(self._maps))]
             path = self.directory / file_name(number)
+            self._check_file(number, self.index.files[number], verify=False)  # long after `open`
             self._maps[number] = np.memmap(path, dtype=self.index.stored_dtype, mode="r")
         return self._maps[number]
+
+    def _check_ids(self, number: int, ids: Tokens) -> None:
+        """A GPU would say no more of an id that is too large than that an assertion failed."""
+        if (largest := int(ids.max())) >= self.index.vocab_size:
+            raise TokensCorruptError(
+                str(self.directory / file_name(number)),
+                f"id check: the index says that all are below {self.index.vocab_size}, it has "
+                f"{largest}",
+            )
 
     def _check_file(self, number: int, file: TokenFile, verify: bool) -> None:
         path = self.directory / file_name(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import resource
 import subprocess
@@ -123,6 +124,35 @@ def test_a_file_of_the_wrong_size_is_always_found(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(TokensCorruptError, match="missing"):
         TokenSet.open(tmp_path / "set")
+
+
+@pytest.mark.parametrize("left", [8, 2, 0, None])
+def test_a_file_that_becomes_shorter_after_the_set_was_opened_is_told_when_it_is_read(
+    tmp_path: Path, left: int | None
+) -> None:
+    tokens = write_set(tmp_path / "set", [list(range(12))])
+    path = tmp_path / "set" / "00001.bin"
+    if left is None:
+        path.unlink()
+    else:
+        os.truncate(path, left)
+    assert tokens.read(0, 5).tolist() == list(range(5))
+    with pytest.raises(TokensCorruptError, match="size check: the index says 10 bytes") as caught:
+        tokens.read(3, 4)
+    assert caught.value.file == str(path)
+
+
+def test_an_id_that_is_none_is_told_when_it_is_read(tmp_path: Path) -> None:
+    write_set(tmp_path / "set", [list(range(12))])
+    path = tmp_path / "set" / "00001.bin"
+    raw = bytearray(path.read_bytes())
+    raw[3] |= 128
+    path.write_bytes(raw)
+    tokens = TokenSet.open(tmp_path / "set")
+    assert tokens.read(0, 6).tolist() == list(range(6))
+    with pytest.raises(TokensCorruptError, match=r"all are below 1000, it has 32774") as caught:
+        tokens.read(0, 12)
+    assert caught.value.file == str(path)
 
 
 @pytest.mark.parametrize(
