@@ -2,8 +2,9 @@
 
 `find_files` says which files a configuration means, in sorted order; `read_documents` streams their
 documents, again and again in the same order. Empty documents are left out. A plain text file longer
-than `PIECE_CHARS` is several documents, cut at line ends: so memory stays bounded, one large file
-can be encoded on every core, and part of it can be held out.
+than `PIECE_CHARS` is several documents, cut at line ends, and within a line that is longer than
+`MOST_LINE_CHARS`: so memory stays bounded, one large file can be encoded on every core, and part of
+it can be held out.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trainer.data.config import DataConfig
 from trainer.errors import ConfigError
 
 PIECE_CHARS = 2**16
+MOST_LINE_CHARS = 2**20
 PARQUET_ROWS = 256
 
 _HEAD_BYTES = 2**13
@@ -213,9 +215,18 @@ def _read_text(path: Path) -> Iterator[Document]:
         io.TextIOWrapper(_unpacked(raw, path), "utf-8", errors="replace", newline="") as file,
     ):
         size = _size(raw)
-        while lines := file.readlines(PIECE_CHARS):
-            yield Document(source=f"{path}:{line}", text="".join(lines), share=raw.tell() / size)
-            line += len(lines)
+        while piece := _read_piece(file):
+            yield Document(source=f"{path}:{line}", text="".join(piece), share=raw.tell() / size)
+            line += sum(part.endswith(("\n", "\r")) for part in piece)
+
+
+def _read_piece(file: io.TextIOWrapper) -> list[str]:
+    """Lines of more than `PIECE_CHARS` in all, where the file has so many left."""
+    piece, chars = list[str](), 0
+    while chars <= PIECE_CHARS and (part := file.readline(MOST_LINE_CHARS)):
+        piece.append(part)
+        chars += len(part)
+    return piece
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[Document]:

@@ -6,14 +6,17 @@ import gzip
 import json
 import os
 import random
+import tempfile
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainer.data.config import DataConfig
-from trainer.data.text import PIECE_CHARS, check_text, find_files, read_documents
+from trainer.data.text import MOST_LINE_CHARS, PIECE_CHARS, check_text, find_files, read_documents
 from trainer.errors import ConfigError
 
 
@@ -146,6 +149,36 @@ def test_a_long_text_file_is_cut_at_line_ends_and_loses_nothing(tmp_path: Path) 
     assert len(pieces) > 2
     assert "".join(pieces) == text
     assert all(piece.endswith("\n") and len(piece) < PIECE_CHARS + 100 for piece in pieces)
+
+
+def test_a_text_without_line_ends_is_cut_and_loses_nothing(tmp_path: Path) -> None:
+    text = "some words in a row " * (MOST_LINE_CHARS // 8) + "\nand a line\n"
+    (tmp_path / "a.txt").write_text(text)
+    config = config_for(tmp_path)
+    found = list(read_documents(find_files(config), config.field))
+    assert "".join(document.text for document in found) == text
+    assert max(len(document.text) for document in found) == MOST_LINE_CHARS
+    assert [document.source.rpartition(":")[2] for document in found] == ["1", "1", "1", "2"]
+    assert found[-1].text == "and a line\n"
+
+
+@given(
+    lines=st.lists(st.sampled_from(["a", "bc", "\n", "\r", "\r\n", "word " * 30]), max_size=300),
+    most=st.integers(1, 400),
+)
+def test_where_no_line_is_too_long_pieces_are_what_they_were(lines: list[str], most: int) -> None:
+    """As `readlines` cuts them, which did it before."""
+    text = "".join(lines)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as place:
+        patch.setattr("trainer.data.text.PIECE_CHARS", most)
+        path = Path(place) / "a.txt"
+        path.write_bytes(text.encode())
+        expected = []
+        with path.open(newline="") as file:
+            while piece := file.readlines(most):
+                expected.append("".join(piece))
+        if expected:
+            assert texts_of(config_for(path)) == expected
 
 
 def assert_rejected(config: DataConfig, field: str, *words: str) -> None:

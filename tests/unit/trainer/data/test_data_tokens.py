@@ -157,7 +157,14 @@ def test_an_id_that_is_none_is_told_when_it_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"schema": 2}, {"dtype": "object"}, {"tokens": 11}, {"files": None}, {"extra": 1}],
+    [
+        {"schema": 1},
+        {"schema": 3},
+        {"dtype": "object"},
+        {"tokens": 11},
+        {"files": None},
+        {"extra": 1},
+    ],
 )
 def test_an_index_that_makes_no_sense_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     write_set(tmp_path / "set", [list(range(12))])
