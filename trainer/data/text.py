@@ -1,10 +1,10 @@
 """Documents out of plain text, JSONL (both compressed or not) and Parquet files.
 
 `find_files` says which files a configuration means, in sorted order; `read_documents` streams their
-documents, again and again in the same order. Empty documents are left out. A plain text file longer
-than `PIECE_CHARS` is several documents, cut at line ends, and within a line that is longer than
-`MOST_LINE_CHARS`: so memory stays bounded, one large file can be encoded on every core, and part of
-it can be held out.
+documents, again and again in the same order. Empty documents and byte order marks are left out. A
+plain text file longer than `PIECE_CHARS` is several documents, cut at line ends, and within a line
+that is longer than `MOST_LINE_CHARS`: so memory stays bounded, one large file can be encoded on
+every core, and part of it can be held out.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _read_text(path: Path) -> Iterator[Document]:
     line = 1
     with (
         path.open("rb") as raw,
-        io.TextIOWrapper(_unpacked(raw, path), "utf-8", errors="replace", newline="") as file,
+        io.TextIOWrapper(_unpacked(raw, path), "utf-8-sig", errors="replace", newline="") as file,
     ):
         size = _size(raw)
         while piece := _read_piece(file):
@@ -233,7 +233,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
     with path.open("rb") as stored, _unpacked(stored, path) as file:
         size = _size(stored)
         for number, raw in enumerate(file, start=1):
-            line = raw.decode("utf-8", errors="replace")
+            line = raw.decode("utf-8-sig" if number == 1 else "utf-8", errors="replace")
             if not line.strip():
                 continue
             # JSON may escape half a surrogate pair, which is no text that UTF-8 can hold.

@@ -116,6 +116,15 @@ def test_undecodable_bytes_are_replaced(tmp_path: Path) -> None:
     assert texts_of(config_for(tmp_path)) == ["caf\ufffd\r\n", "caf\ufffd", "?"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\ufeffone\ufeff", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('\ufeff{"text": "two"}\n{"text": "three"}\n')
+    (tmp_path / "c.txt").write_text("\ufeff", encoding="utf-8")
+    config = config_for(tmp_path)
+    check_text(find_files(config))
+    assert texts_of(config) == ["one\ufeff", "two", "three"]
+
+
 @pytest.mark.parametrize(
     "content",
     [
