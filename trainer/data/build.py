@@ -16,6 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from trainer.data.file_hashes import HashedFile, check_unchanged
+from trainer.data.replaced import Replaced
 from trainer.data.split import find_threshold, hash_of
 from trainer.data.text import Document, SourceFile, read_documents
 from trainer.data.tokenizer import (
@@ -136,13 +137,17 @@ def _encode(directory: Path, recipe: Recipe, tokenizer: Tokenizer, threshold: in
         for name in (TRAIN_NAME, VAL_NAME)
     )
     documents = {train: 0, val: 0}
+    replaced = Replaced()
     with train, val:
         for batch in _batches(recipe.documents("encoding the text")):
+            replaced.count(batch)
             encoded = encode_documents(tokenizer, batch, end_id)
             for document, ids in zip(batch, encoded, strict=True):
                 side = val if hash_of(document) < threshold else train
                 side.write(ids)
                 documents[side] += 1
+    if (told := replaced.told()) is not None:
+        logger.warning("%s", told)
     return Counts(
         vocab_size=vocab_size,
         end_of_text_id=end_id,

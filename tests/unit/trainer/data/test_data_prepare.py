@@ -136,10 +136,14 @@ def test_a_given_tokenizer_is_used(corpus: Path, cache: Path, tmp_path: Path) ->
     assert index.tokenizer == TokenSet.open(trained.train).index.tokenizer
 
 
-def test_no_holdout_gives_an_empty_validation_set(corpus: Path, cache: Path) -> None:
+def test_no_holdout_gives_an_empty_validation_set(
+    corpus: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING")
     prepared = prepare(config_for(corpus, holdout=0), str(cache))
     assert (prepared.val_tokens, prepared.val_documents) == (0, 0)
     assert documents_of(prepared, prepared.train) == TEXTS
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("texts", [["one\n"], ["same\n", "same\n"]])
@@ -239,6 +243,20 @@ def test_of_two_at_once_the_first_to_finish_wins(
     assert rival.result == prepared
     assert sum("prepared in" in message for message in caplog.messages) == 2
     assert [path.name for path in kept_in(cache)] == [Path(prepared.train).parent.name]
+
+
+def test_text_in_another_encoding_is_prepared_with_a_warning(
+    corpus: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (corpus / "a.txt").write_bytes(("x" * 99 + "\n").encode() * 2000 + "für\n".encode("latin-1"))
+    (corpus / "b.txt").write_bytes("schöne Grüße aus Köln\n".encode("latin-1"))
+    (corpus / "c.jsonl").write_bytes('{"text": "schöne Grüße"}\n{"text": ""}\n'.encode())
+    prepare(config_for(corpus), str(cache))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{corpus / 'b.txt'}: 4 of 22 characters (18.18%) are no UTF-8 and are read as U+FFFD, and "
+        "some in 1 other files. Is it text in another encoding? Convert it, as by "
+        "iconv -f latin1 -t utf-8"
+    ]
 
 
 @pytest.mark.parametrize("doing", ["splitting", "reading", "encoding"])
