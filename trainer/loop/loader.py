@@ -86,6 +86,7 @@ class Loader:
         """Gives up what was not taken. A read that is under way ends by itself; nobody waits."""
         while self._reads:
             self._reads.popleft().cancel()
+        self._due = iter(())  # what deals the ids holds the step, and so memory of the device
 
     def _read_due(self, ids: Ids | None = None) -> _Read:
         """Reads while the step waits, so that nobody else draws."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from typing import Any, cast
@@ -458,6 +460,29 @@ def test_who_leaves_does_not_wait_for_a_read_and_the_next_generation_has_its_own
     data.gate.set()
     assert [after.take()[1].tolist() for _ in range(2)] == [[20], [21]]
     assert data.read == [0, 1, 20, 21], "what was asked for and not begun is not read"
+
+
+def test_a_read_under_way_does_not_keep_what_deals_the_ids() -> None:
+    """That is the loop, with the engine and its buffers."""
+
+    class Loop:
+        lanes = (0,)
+
+    def dealt_by(loop: Loop) -> Iterator[Ids]:
+        for index in range(9):
+            yield np.array([index + loop.lanes[0]])
+
+    data, loop = Gated(), Loop()
+    loader = Loader(data, dealt_by(loop), ahead=3, pin=False)
+    held = weakref.ref(loop)
+    del loop
+    loader.take()
+    assert data.begun.wait(PATIENCE_S)
+    loader.close()
+    gc.collect()
+    freed = held() is None
+    data.gate.set()
+    assert freed
 
 
 def test_a_generation_reads_what_its_replica_lacks_and_then_all_its_lanes() -> None:
