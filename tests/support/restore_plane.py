@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,21 @@ def write_checkpoints(root: Path) -> int:
     return sum(tensor.nbytes for tensor in full_state(STEPS[0]).values())
 
 
-def write_checkpoint(root: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:
+STATE = {"optimizer_steps": 7, "skipped_in_a_row": 1}
+
+
+def write_checkpoint(
+    root: Path,
+    step: int,
+    tensors: dict[str, torch.Tensor],
+    state: Mapping[str, Any] = STATE,
+) -> None:
     """One of `step`, which there is not yet."""
     write_state(
         open_store(root),
         tensors,
         step=step,
-        state={"optimizer_steps": 7, "skipped_in_a_row": 1},
+        state=dict(state),
         segment_bytes=1 << 20,
         block_bytes=4096,
     )

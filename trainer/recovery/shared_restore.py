@@ -30,6 +30,7 @@ import torch.distributed as dist
 from checkpointing import (
     Box,
     CheckpointError,
+    CorruptError,
     OtherRecordError,
     Reader,
     Rows,
@@ -51,6 +52,9 @@ _BATCH_BYTES = 512 << 20
 
 _MARK_DIGITS = 13
 """Hex digits of a record's SHA-256 that are compared: what a float64 holds."""
+
+_NUMBERS = ("optimizer_steps", "skipped_in_a_row")
+"""What a record must have beside the tensors."""
 
 Saved = tuple[Reader, Mapping[str, Any]]
 """A saved state: its tensors, and the training state beside them."""
@@ -174,6 +178,7 @@ class _Part:
         self._staging = Staging(engine.state.to_read())
         self._shares = self._staging.plan(cross.size, least_bytes)
         self._saved: Saved | None = None
+        self._mine: Sequence[int | None] = (None, None)
         self._numbers = (0, 0)
         self.unreadable = False
         self.error: CheckpointError | None = None
@@ -231,7 +236,9 @@ class _Part:
         """Reads the shares of `positions`. Returns whether that went well."""
         try:
             if self._saved is None:
-                self._saved = self._open()
+                saved = self._open()
+                self._mine = _numbers_of(saved)
+                self._saved = saved
             for position in positions:
                 for batch in self._batches(self._shares[position]):
                     self._cross.listen()
@@ -249,9 +256,7 @@ class _Part:
 
     def _training_state(self) -> tuple[int, int]:
         """Who could not open the saved state has it from the others."""
-        keys = ("optimizer_steps", "skipped_in_a_row")
-        mine = [None, None] if self._saved is None else [int(self._saved[1][k]) for k in keys]
-        told = [self._cross.gather_numbers(number) for number in mine]
+        told = [self._cross.gather_numbers(number) for number in self._mine]
         steps, skipped = (max(n for n in numbers if n is not None) for numbers in told)
         return steps, skipped
 
@@ -277,6 +282,19 @@ class _Part:
         sums = self._cross.gather_numbers(self._staging.checksum())
         if len(set(sums)) > 1:
             raise CrossGroupLost(f"the copies that were handed round differ: checksums {sums}")
+
+
+def _numbers_of(saved: Saved) -> list[int]:
+    """A record may be whole and not say them: one of another program."""
+    reader, state = saved
+    told = [state.get(key) for key in _NUMBERS]
+    numbers = [number for number in told if isinstance(number, int)]
+    if len(numbers) < len(told):
+        raise CorruptError(
+            f"the record of step {reader.manifest.step}",
+            f"its training state has no numbers under {' and '.join(_NUMBERS)}, but {told}",
+        )
+    return numbers
 
 
 def plan_readers(read: Sequence[bool]) -> list[int]:

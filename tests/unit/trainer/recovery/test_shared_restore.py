@@ -83,12 +83,25 @@ def stray(sound: tuple[Path, int], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def results(sound: tuple[Path, int], damaged: tuple[Path, str], stray: Path) -> Results:
+def foreign(sound: tuple[Path, int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The newest one is whole, and its record lacks one of two numbers."""
+    root = tmp_path_factory.mktemp("foreign")
+    shutil.copytree(sound[0], root, dirs_exist_ok=True)
+    (root / Keys().commit(STEPS[0])).unlink()
+    write_checkpoint(root, STEPS[0], full_state(STEPS[0]), {"optimizer_steps": 7})
+    return root
+
+
+@pytest.fixture(scope="module")
+def results(
+    sound: tuple[Path, int], damaged: tuple[Path, str], stray: Path, foreign: Path
+) -> Results:
     good, bad, other = str(sound[0]), str(damaged[0]), str(stray)
     return run_scenarios(
         [
             *(Scenario(name=f"sound {r}", root=good, replicas=r) for r in (1, 2, 3)),
             *(Scenario(name=f"damaged {r}", root=bad, replicas=r) for r in (1, 2, 3)),
+            *(Scenario(name=f"foreign {r}", root=str(foreign), replicas=r) for r in (1, 2)),
             Scenario(name="blind", root=good, replicas=3, blind=(1, 0)),
             Scenario(name="without record", root=good, replicas=2, without_record=(0, 1)),
             *(
@@ -127,6 +140,21 @@ def test_one_bit_flipped_at_rest_sends_all_to_the_checkpoint_before(
     assert len(reasons) == min(2, replicas), "its own reader, and one more"
     for reason in reasons:
         assert damaged[1] in reason and "CRC32 differed twice" in reason
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_record_that_lacks_a_number_sends_all_to_the_checkpoint_before(
+    results: Results, replicas: int
+) -> None:
+    workers = results(f"foreign {replicas}")
+    assert len(workers) == replicas * SHARD
+    for first, second in workers.values():
+        assert (first.outcome, first.untouched) == ("Unreadable", True)
+        assert first.error == (
+            "the record of step 20: its training state has no numbers under optimizer_steps and "
+            "skipped_in_a_row, but [7, None]."
+        )
+        assert (second.step, second.outcome, second.equal) == (STEPS[1], "Restored", True)
 
 
 def test_a_flip_that_one_reader_sees_is_cured_by_another_source(results: Results) -> None:
