@@ -35,7 +35,9 @@ def find_threshold(documents: Iterable[Document], holdout: float) -> int:
         return 0
     share = int(holdout * 2**64)
     lowest, highest = 2**64, -1
+    count = 0
     for document in documents:
+        count += 1
         value = hash_of(document)
         lowest, highest = min(lowest, value), max(highest, value)
         if lowest < share <= highest:
@@ -44,8 +46,8 @@ def find_threshold(documents: Iterable[Document], holdout: float) -> int:
         raise ConfigError(
             "train.task.data.holdout",
             holdout,
-            "there is only one document, and it cannot be on both sides",
-            "Give more documents, or use 0 for no validation set",
+            f"all documents ({count}) have the same text, and it cannot be on both sides",
+            "Give other documents as well, or use 0 for no validation set",
         )
     return plan_threshold(lowest, highest, holdout)
 

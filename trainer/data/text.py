@@ -127,7 +127,7 @@ def read_documents(files: Sequence[SourceFile], field: str) -> Iterator[Document
             for document in _read(file, field):
                 found = True
                 yield document
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise ConfigError(
                 "train.task.data.paths",
                 str(file.path),
@@ -245,7 +245,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
 def _field_of_line(path: Path, number: int, line: str, field: str) -> str:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply
         raise ConfigError(
             "train.task.data.paths",
             str(path),

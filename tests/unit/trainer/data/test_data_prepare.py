@@ -147,9 +147,9 @@ def test_no_holdout_gives_an_empty_validation_set(
 
 
 @pytest.mark.parametrize("texts", [["one\n"], ["same\n", "same\n"]])
-def test_one_document_cannot_be_split(tmp_path: Path, cache: Path, texts: list[str]) -> None:
+def test_one_text_cannot_be_split(tmp_path: Path, cache: Path, texts: list[str]) -> None:
     corpus = write_corpus(tmp_path / "corpus", texts)
-    with pytest.raises(ConfigError, match="only one document") as caught:
+    with pytest.raises(ConfigError, match=rf"all documents \({len(texts)}\) have the") as caught:
         prepare(config_for(corpus), str(cache))
     assert caught.value.field == "train.task.data.holdout"
     assert kept_in(cache) == []

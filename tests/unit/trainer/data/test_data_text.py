@@ -33,7 +33,7 @@ def write_jsonl(path: Path, *records: object) -> Path:
     return path
 
 
-def write_parquet(path: Path, **columns: list[object]) -> Path:
+def write_parquet(path: Path, **columns: list[object] | pa.Array) -> Path:
     pq.write_table(pa.table(columns), path)
     return path
 
@@ -230,6 +230,19 @@ def test_a_malformed_line_is_named_with_its_column(tmp_path: Path) -> None:
 def test_a_line_without_text_is_named(tmp_path: Path, record: object, fact: str) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"text": "fine"}, record)
     assert_rejected(config_for(path), "train.task.data.field", f"{path}, line 2", fact)
+
+
+def test_a_line_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    assert_rejected(config_for(path), "train.task.data.paths", str(path), "line 2", "recursion")
+
+
+def test_a_parquet_column_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    ends = pa.array([0, 2, 6], pa.int32()).buffers()[1]
+    latin = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"okcaf\xe9")])
+    path = write_parquet(tmp_path / "a.parquet", text=latin)
+    assert_rejected(config_for(path), "train.task.data.paths", str(path), "decode byte 0xe9")
 
 
 def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
