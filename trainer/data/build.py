@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from checkpointing.whole_file import write_whole
 from trainer.data.file_hashes import HashedFile, check_unchanged
 from trainer.data.replaced import Replaced
 from trainer.data.split import find_threshold, hash_of
@@ -116,7 +117,7 @@ def build(directory: Path, recipe: Recipe) -> Counts:
         kept = (document for document in documents if hash_of(document) >= threshold)
         tokenizer = train_tokenizer(kept, recipe.vocab_size)
         logger.info("trained a tokenizer after %.1f s", time.monotonic() - started_s)
-    tokenizer.save(str(directory / TOKENIZER_NAME))
+    write_whole(directory / TOKENIZER_NAME, tokenizer.to_str(pretty=True), durable=True)
     counts = _encode(directory, recipe, tokenizer, threshold)
     check_unchanged(recipe.hashed)
     logger.info("prepared in %.1f s: %s", time.monotonic() - started_s, counts)

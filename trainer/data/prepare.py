@@ -129,6 +129,8 @@ def _build_and_rename(final: Path, recipe: Recipe) -> None:
     building.mkdir()
     try:
         write_json(building / RECORD_NAME, asdict(build(building, recipe)))
+        for directory in (building / TRAIN_NAME, building / VAL_NAME, building):
+            _sync(directory)
         os.rename(building, final)
     except OSError:
         # A directory is not renamed onto one that has files: another process was first.
@@ -136,6 +138,15 @@ def _build_and_rename(final: Path, recipe: Recipe) -> None:
             raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """So that a power cut leaves the names in it. Not every file system can; what is lost is made
+    anew."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    with suppress(OSError):
+        os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _read_record(directory: Path) -> PreparedData:

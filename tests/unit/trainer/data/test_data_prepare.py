@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,6 +192,28 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ConfigError, match="line 2, column 1"):
         prepare(config_for(path), str(cache))
     assert kept_in(cache) == []
+
+
+def test_all_is_on_disk_before_it_has_its_name(
+    corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, unsynced = set[int](), list[str]()
+    fsync, rename = os.fsync, os.rename
+
+    def note(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def look(source: Path, target: Path) -> None:
+        there = (source, *source.rglob("*"))
+        unsynced.extend(path.name for path in there if path.stat().st_ino not in synced)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", look)
+    prepared = prepare(config_for(corpus), str(cache))
+    assert synced and unsynced == []
+    assert kept_in(cache) == [Path(prepared.train).parent]
 
 
 CRASH = """
