@@ -1,8 +1,8 @@
 """SHA-256 of source files, remembered: a file whose size and times are what they were is not read
 again.
 
-The memory is a JSON file beside the prepared data. It is only ever a shortcut: where it is lost or
-damaged, every file is read.
+The memory is a JSON file beside the prepared data, without files that are gone. It is only ever a
+shortcut: where it is lost or damaged, every file is read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,8 @@ def hash_files(paths: Sequence[Path], memory: Path, now_s: float | None = None) 
         latest_ns = (now_s - _SETTLED_S) * 1e9
         settled = [path for path in new if path in hashes and max(marks[path][1:]) < latest_ns]
         if settled:
-            _keep(memory, {**known, **{str(p): [marks[p], hashes[p]] for p in settled}})
+            kept = {path: told for path, told in known.items() if not _is_gone(path)}
+            _keep(memory, {**kept, **{str(p): [marks[p], hashes[p]] for p in settled}})
     return [HashedFile(path, marks[path], hashes[path]) for path in paths]
 
 
@@ -97,6 +99,11 @@ def check_unchanged(files: Sequence[HashedFile]) -> None:
 
 def _knows(known: dict[str, Any], path: Path, mark: list[int]) -> bool:
     return str(path) in known and known[str(path)][0] == mark
+
+
+def _is_gone(path: str) -> bool:
+    """Not so where its directory is not there either: that may be mounted on other machines."""
+    return not os.path.lexists(path) and os.path.isdir(os.path.dirname(path))
 
 
 def _mark(path: Path) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import time
 from pathlib import Path
@@ -75,6 +76,19 @@ def test_a_damaged_memory_is_no_memory(files: list[Path], memory: Path, damage: 
     read_by_hashing(files, memory)
     memory.write_text(damage)
     assert read_by_hashing(files, memory) == 3
+
+
+def test_files_that_are_gone_are_forgotten(files: list[Path], memory: Path) -> None:
+    """Those of a directory that is not mounted are not."""
+    mounted = files[0].parent / "mount" / "d"
+    mounted.parent.mkdir()
+    mounted.write_text("text of d")
+    read_by_hashing([*files, mounted], memory)
+    files[0].unlink()
+    mounted.parent.rename(files[0].parent / "away")
+    files[1].write_text("another text")
+    assert read_by_hashing(files[1:], memory) == 1
+    assert set(json.loads(memory.read_text())) == {str(path) for path in (*files[1:], mounted)}
 
 
 def test_what_was_read_before_an_error_is_remembered(files: list[Path], memory: Path) -> None:
