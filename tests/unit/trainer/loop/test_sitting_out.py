@@ -20,8 +20,8 @@ from trainer.loop.between_steps import BetweenSteps
 from trainer.loop.link import LoopConfig, Progress
 from trainer.replication.replicas import CrossGroup
 
-STEPS, TIMEOUT_S, BATCHES = 8, 2.0, 3
-BATCH_S = 0.7 * TIMEOUT_S
+STEPS, TIMEOUT_S, BATCHES = 8, 4.0, 3
+BATCH_S = 0.5 * TIMEOUT_S
 
 
 def slow_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
