@@ -34,7 +34,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import ray
 from ray import ObjectRef
@@ -220,10 +220,11 @@ class NodeAgent:
         return self._processes.places()
 
     def evidence(self, workers: Sequence[str]) -> dict[str, Evidence]:
-        """What is found of workers of this node. They are asked at once: each takes its time, and
-        those that do not answer take theirs."""
-        with ThreadPoolExecutor(_ASKED_AT_ONCE, "evidence") as pool:
-            found = zip(workers, pool.map(self._processes.evidence, workers), strict=True)
+        """What is found of workers of this node, without their output where the disk hangs. They
+        are asked at once: each takes its time, and those that do not answer take theirs."""
+        with self._reading() as may, ThreadPoolExecutor(_ASKED_AT_ONCE, "evidence") as pool:
+            ask = partial(self._processes.evidence, reads=may)
+            found = zip(workers, pool.map(ask, workers), strict=True)
             return {w: self._with_readings(w, one) for w, one in found if one is not None}
 
     def last_words(self, ended: Sequence[WorkerJoined]) -> dict[str, Evidence]:
