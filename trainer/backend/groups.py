@@ -151,8 +151,9 @@ def _name_ranks(group: Any, workers: int, device: Device) -> None:
 
 
 def replica_mesh(dims: ParallelDims, device: Device, prefix: str) -> ReplicaMesh:
-    """The default group along the dimensions of a replica, with no group that nobody uses: each is
-    a communicator on NCCL.
+    """The default group along the dimensions of a replica, with no group that nobody uses, as each
+    is a communicator on NCCL; but FSDP2 wants one of those who hold equal parts where parameters
+    are regathered partly, and one of a single rank beside tensor peers.
 
     Args:
         dims: these.

@@ -169,7 +169,7 @@ def _vocabulary(task: PreparedTask, train: TrainConfig) -> set[int]:
 def _no_peers(dims: ParallelDims, watch: Watch) -> Iterator[ReplicaMesh]:
     """The replica's groups, which `watch` is told of."""
     with without_peers(dims, "cpu") as made:
-        named = {"shard": made.fsdp, **made.others}
+        named = {**made.others, "shard": made.fsdp}  # which may be the group of another one
         if made.tensor is not None:
             named["tensor"] = made.tensor
         if made.regather is not None:

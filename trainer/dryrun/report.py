@@ -41,6 +41,7 @@ class Report:
         """Bytes by what they are for. The last three are no part of a step's peak."""
         called = {call.group for call in self.needs.collectives if call.ranks > 1}
         groups = len({"shard" if group in (NODES, NODE) else group for group in called})
+        groups += "regather" in called  # FSDP2 has one of those who hold equal parts, and no use
         more = max(0, self.needs.evaluation_bytes - self.needs.peak_bytes)
         beside = beside_tensors(self.needs.peak_bytes + more, groups) if self.machine else 0
         return {

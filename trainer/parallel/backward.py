@@ -151,9 +151,9 @@ class BackwardWatch:
                 cast(Any, param).grad_dtype = torch.float32
 
     def offer(self, parts: Sequence[torch.Tensor]) -> None:
-        """Gives memory for each group's gradients, which are None, until the next call. FSDP2's
-        next reduce-scatter of the group puts them there, if all its parameters have one, and adds
-        later ones to them.
+        """Gives memory for each group's gradients, which are None, until the next call. The
+        next ones of the group are put there, if all its parameters have one, and later ones are
+        added to them.
 
         Args:
             parts: flat, each at the start of its storage, with as many float32 numbers as the
@@ -177,7 +177,7 @@ class BackwardWatch:
         try:
             yield
         finally:
-            self._pending.settle()
+            self._pending.end()
             self._due, self._done = [0] * len(self._due), [False] * len(self._due)
             self._finished, self._finish, self._running = 0, None, False
 

@@ -33,19 +33,26 @@ class Pending:
     """Gradients that autograd has given, until they have been read on another stream."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Any, Any, Sequence[torch.Tensor]] | None = None
+        self._read: tuple[Any, Sequence[torch.Tensor]] | None = None
+        self._streams: Any = None
+        self._stream: Any = None
 
-    def keep(self, streams: Any, gradients: Sequence[torch.Tensor]) -> None:
-        """Called on the stream that reads them."""
-        self._kept = streams, streams.current_stream().record_event(), gradients
+    def keep(self, streams: Any, stream: Any, gradients: Sequence[torch.Tensor]) -> None:
+        """Until what is queued on `stream` now has been done; `streams` are the device's."""
+        self._streams, self._stream = streams, stream
+        self._read = stream.record_event(), gradients
 
     def settle(self) -> None:
-        """What the current stream does next comes after that: their memory may be used again, and
-        the sums be read."""
-        if self._kept is not None:
-            streams, read, _ = self._kept
-            streams.current_stream().wait_event(read)
-            self._kept = None
+        """What the current stream does next comes after that: their memory may be used again."""
+        if self._read is not None:
+            self._streams.current_stream().wait_event(self._read[0])
+            self._read = None
+
+    def end(self) -> None:
+        """And after all that is queued on that stream: the sums may be read."""
+        self._read = None
+        if self._stream is not None:
+            self._streams.current_stream().wait_stream(self._stream)
 
 
 def add_in_place(group: Any, memory: Memory, reduced: Callable[[], None], pending: Pending) -> None:
@@ -56,8 +63,8 @@ def add_in_place(group: Any, memory: Memory, reduced: Callable[[], None], pendin
     Args:
         group: FSDP2's.
         memory: of its gradients.
-        reduced: called first, on the stream that they are put there on: that of FSDP2's all-reduce
-            hook, in whose place it is.
+        reduced: called afterwards, on the stream that they are put there on: that of FSDP2's
+            all-reduce hook, in whose place it is. The computation does not wait for what it queues.
         pending: of all groups of the model, in turn.
     """
     if _is_known(group):
@@ -108,7 +115,6 @@ def _put(
     pending.settle()
     stream.wait_stream(streams.current_stream())
     with streams.stream(stream), torch.no_grad():
-        reduced()
         if add:
             torch._foreach_add_([local_tensor(param.sharded_param.grad) for param in params], given)
         else:
@@ -120,4 +126,5 @@ def _put(
             torch._foreach_copy_(views, given)
             for param, view in zip(params, views, strict=True):
                 param.sharded_param.grad = param.to_sharded_dtensor(view)
-        pending.keep(streams, given)
+        pending.keep(streams, stream, given)
+        reduced()
