@@ -101,7 +101,8 @@ def test_each_compiled_row_of_narrow_state_has_its_like_in_the_plain_loop() -> N
     """Else a ratio would be of what is recomputed, not of the systems."""
     rows, ours = plan_rows(3, "cuda", tiny=False), "ours, fast, "
     narrow = {row for row in rows if row.startswith(ours) and row.endswith("bfloat16 state")}
-    assert {rows[row][1].get("recompute") for row in narrow} == {None, 2, 4, "full"}
+    amounts = {None, 2, 4, 0.3, 0.5, "full", "selective"}
+    assert {rows[row][1].get("recompute") for row in narrow} == amounts
     for row in narrow:
         assert rows[f"plain, {row.removeprefix(ours)}"] == ("plain", rows[row][1])
 
