@@ -79,18 +79,26 @@ class Desk(CoordinatorDesk):
             "receipts": self.receipts,
             "retreat": self.retreat,
         }
-        self.corruption = Corruption(
-            start_step=0,
-            compares=True,
-            repeats=True,
-            workers=self.workers,
-            **parts,
-        )
+        self.corruption = self.judge(start_step=0)
         training = self.config.health.training
         self.training = TrainingWatch(training, 5, **parts)
         self.training.go_on_from(0)
         self.records.note(self.done)  # the roster that `CoordinatorDesk` made
         self.take(0, 14)
+
+    def judge(self, *, start_step: int, compares: bool = True) -> Corruption:
+        """Of a run that began there."""
+        return Corruption(
+            start_step=start_step,
+            compares=compares,
+            repeats=True,
+            membership=self.membership,
+            dispatcher=self.dispatcher,
+            workers=self.workers,
+            records=self.records,
+            receipts=self.receipts,
+            retreat=self.retreat,
+        )
 
     def take(
         self,
@@ -274,27 +282,30 @@ def test_two_that_go_back_at_once_go_to_the_earlier(desk: Desk) -> None:
 # -- who was wrong ---------------------------------------------------------------------------------
 
 
-def compared(desk: Desk, step: int) -> None:
+def compared(desk: Desk, step: int, *, equal: bool = True) -> None:
     """In the newest roster."""
     generation = desk.membership.roster.generation
     desk.records.note(
-        events.ReplicasCompared(time=0.0, step=step, equal=True, generation=generation)
+        events.ReplicasCompared(time=0.0, step=step, equal=equal, generation=generation)
     )
 
 
 def test_whose_losses_were_others_the_first_time_is_named(desk: Desk) -> None:
-    """Lane 1 is the one of b, both times; from step 11 on the error is in everybody's weights."""
+    """Lane 1 is the one of b, both times; from step 11 on the error is in everybody's weights, and
+    says nothing of whose lane it shows in."""
 
     async def play() -> None:
         compared(desk, 9)
-        wrong = {10 + n: [usual(10 + n) + n, 1.5, usual(10 + n) + n] for n in range(5)}
+        wrong = {step: [usual(step) + 1, usual(step), usual(step)] for step in range(11, 15)}
+        wrong[10] = [usual(10), 1.5, usual(10)]
         desk.take(14, 15, losses=wrong)
         # Recorded before the desk was made: what step 10 came to the first time.
         desk.corruption.take([desk.record(step, wrong[step]) for step in range(10, 15)])
+        compared(desk, 15, equal=False)
         await desk.corruption.undecided(1, 15, "they differ")
         desk.regroup(15, generation=1)
         assert desk.membership.progress.recorded == 8, "8 is before the equal comparison"
-        desk.take(8, 11)
+        desk.take(8, 12)
         await settled(desk)
 
     asyncio.run(play())
@@ -318,6 +329,37 @@ def test_nobody_is_named_where_lanes_of_several_differ(desk: Desk, wrong: list[f
     assert desk.happened(events.WorkerLost) == []
 
 
+def test_a_step_of_an_earlier_roster_that_comes_late_names_nobody(desk: Desk) -> None:
+    """Others may have had its lanes."""
+
+    async def play() -> None:
+        late = replace(desk.record(10, [usual(10), 1.5, usual(10)]), generation=0)
+        desk.corruption.take([late])
+        await desk.corruption.undecided(1, 14, "they differ")
+        desk.regroup(14, generation=1)
+        desk.take(0, 12)
+        await settled(desk)
+
+    asyncio.run(play())
+    assert desk.happened(events.WorkerLost) == []
+
+
+def test_steps_that_the_lead_has_yet_to_show_are_waited_for(desk: Desk) -> None:
+    async def show() -> None:
+        desk.take(14, 16, losses={15: [usual(15), 1.5, usual(15)]})
+        await desk.dispatcher.tell()
+
+    async def play() -> None:
+        compared(desk, 9)
+        await asyncio.gather(desk.corruption.undecided(1, 16, "they differ"), show())
+        desk.regroup(16, generation=1)
+        desk.take(8, 16)
+        await settled(desk)
+
+    asyncio.run(play())
+    assert [lost.worker for lost in desk.happened(events.WorkerLost)] == ["b"]
+
+
 def test_a_second_dispute_over_the_same_steps_ends_the_run(desk: Desk) -> None:
     async def play() -> None:
         compared(desk, 9)
@@ -338,6 +380,7 @@ def test_a_second_dispute_over_the_same_steps_ends_the_run(desk: Desk) -> None:
 def test_two_slots_that_differ_at_once_are_one_dispute(desk: Desk) -> None:
     async def play() -> None:
         compared(desk, 9)
+        compared(desk, 14, equal=False)
         told = (desk.corruption.undecided(1, 14, f"slot {slot} differs") for slot in range(2))
         await asyncio.gather(*told)
 
@@ -346,21 +389,56 @@ def test_two_slots_that_differ_at_once_are_one_dispute(desk: Desk) -> None:
     assert [back.step for back in desk.happened(events.WentBack)] == [8]
 
 
-def test_an_equal_comparison_settles_a_dispute(desk: Desk) -> None:
+@pytest.mark.parametrize(("step", "settles"), [(13, False), (14, True), (15, True)])
+def test_an_equal_comparison_settles_a_dispute_over_what_was_before_it(
+    desk: Desk, step: int, settles: bool
+) -> None:
     async def play() -> None:
         await desk.corruption.undecided(1, 14, "they differ")
         desk.regroup(14, generation=1)
-        desk.take(0, 14)
-        compared(desk, 14)
+        desk.take(0, 15)
+        compared(desk, step)
         await desk.corruption.undecided(2, 14, "they differ")
 
     asyncio.run(play())
-    assert desk.membership.stopped is None and len(desk.happened(events.WentBack)) == 2
+    assert (desk.membership.stopped is None) == settles
+    assert len(desk.happened(events.WentBack)) == 2
+
+
+@pytest.mark.parametrize("shown_by", ["gradients", "states"])
+def test_a_dispute_is_over_when_somebody_was_named(desk: Desk, shown_by: str) -> None:
+    """The next one is another: the run goes on. Whose state was wrong the first time alone has
+    spread to nobody since."""
+
+    async def play() -> None:
+        compared(desk, 9)
+        if shown_by == "gradients":
+            desk.corruption.take([desk.record(10, [usual(10), 1.5, usual(10)])])
+        await desk.corruption.undecided(1, 14, "they differ")
+        desk.regroup(14, generation=1)
+        desk.take(8, 14)
+        if shown_by == "states":
+            await desk.corruption.outlier("b", 2, "it was the other", spread=False)
+        await settled(desk)
+        assert [lost.worker for lost in desk.happened(events.WorkerLost)] == ["b"]
+        assert len(desk.happened(events.WentBack)) == 1
+        desk.regroup(14, generation=2)
+        await desk.corruption.undecided(3, 14, "they differ")
+
+    asyncio.run(play())
+    assert desk.membership.stopped is None
+    assert len(desk.happened(events.WentBack)) == 2
+
+
+def test_steps_that_are_confirmed_are_not_kept(desk: Desk) -> None:
+    compared(desk, 13)
+    assert list(desk.corruption._done) == [13]
 
 
 def test_an_outlier_is_lost_and_all_go_back_behind_the_last_equal_comparison(desk: Desk) -> None:
     async def play() -> None:
         compared(desk, 8)  # a copy made after it may hold the error: 8 itself is in doubt
+        compared(desk, 14, equal=False)
         await desk.corruption.outlier("b", 1, "it differs", spread=True)
 
     asyncio.run(play())
@@ -369,11 +447,32 @@ def test_an_outlier_is_lost_and_all_go_back_behind_the_last_equal_comparison(des
     assert {run.step for run in desk.regroup(14, generation=1).values()} == {4}
 
 
+def test_an_outlier_of_an_earlier_roster_is_lost_and_nobody_goes_back(desk: Desk) -> None:
+    """A call whose answer was lost comes once more, when all have gone back."""
+    asyncio.run(desk.corruption.outlier("b", 0, "it differs", spread=True))
+    assert [lost.worker for lost in desk.happened(events.WorkerLost)] == ["b"]
+    assert desk.happened(events.WentBack) == []
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_what_is_sound_is_kept_before_anything_happens(desk: Desk, compares: bool) -> None:
+    """What is saved after the end of a run still deletes others, and no event comes any more."""
+    needed = desk.receipts._publisher.needed
+    needed.clear()
+    corruption = desk.judge(start_step=4, compares=compares)
+    assert needed == ({"corruption": 4} if compares else {})
+    corruption.replay([events.ReplicasCompared(time=0.0, step=9, equal=True)])
+    assert needed == ({"corruption": 8} if compares else {})
+
+
 def test_a_coordinator_started_anew_knows_what_was_confirmed(desk: Desk) -> None:
     """Or it would go back to the seed, from wherever the run is."""
 
     async def play() -> None:
-        desk.corruption.replay([events.ReplicasCompared(time=0.0, step=9, equal=True)])
+        told = ((9, True), (14, False))
+        desk.corruption.replay(
+            events.ReplicasCompared(time=0.0, step=step, equal=equal) for step, equal in told
+        )
         await desk.corruption.undecided(1, 14, "they differ")
 
     asyncio.run(play())
