@@ -278,6 +278,8 @@ def test_what_the_run_deletes_meanwhile_is_not_called_damaged(
 def test_a_server_that_cannot_be_one_is_no_damage(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):  # of one alone it would tell first
+        monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "minio:9000")
     status, _, err = ask(capsys, "verify", "s3://bucket/run", "newest")
     assert (status, err.count("\n")) == (2, 1) and "AWS_ENDPOINT_URL" in err

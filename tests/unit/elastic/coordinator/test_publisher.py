@@ -463,10 +463,9 @@ def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -
     assert len(desk.happened(events.CheckpointSkipped)) == 2
 
 
-def test_retention_goes_on_with_credentials_that_were_renewed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with faulty_s3_server() as faults:
+def test_retention_goes_on_with_credentials_that_were_renewed(tmp_path: Path) -> None:
+    # What the server has set goes back after this.
+    with faulty_s3_server() as faults, pytest.MonkeyPatch.context() as patch:
         place = S3Config(url=f"s3://{BUCKET}/{tmp_path.name}", endpoint_url=faults.url)
         paths = RunPaths(root=tmp_path, store=place)
         publisher = Publisher(paths, CheckpointConfig(keep_last=1), versions={}, newest=0)
@@ -477,7 +476,7 @@ def test_retention_goes_on_with_credentials_that_were_renewed(
             await publisher.retire(step)
 
         asyncio.run(save(2))
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
+        patch.setenv("AWS_ACCESS_KEY_ID", "renewed")
         expired = faults.inject("error", kind="list", status=400, code="ExpiredToken")
         with pytest.raises(StoreUnavailableError, match="expired"):
             asyncio.run(save(4))
