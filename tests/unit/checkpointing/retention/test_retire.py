@@ -30,7 +30,7 @@ from checkpointing import (
     set_aside,
     write_slices,
 )
-from checkpointing.retention.retire import sweep_uncommitted
+from checkpointing.retention.retire import sweep_orphans, sweep_uncommitted
 from checkpointing.stores.local import LocalStore
 
 KEYS = Keys()
@@ -145,6 +145,21 @@ def test_sweep_without_a_checkpoint_takes_nothing(tmp_path: Path) -> None:
     write(store, 10, publish=False)
     assert sweep(store, 10**6) == []
     assert len(store.list("d/")) == 1
+
+
+def test_what_earlier_generations_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    """A writer of the first generation of the run may be at work when it is swept."""
+    store = LocalStore(tmp_path)
+    write(store, 10)  # by generation 0
+    left, *own = (
+        KEYS.segment(rank=0, step=20, generation=generation, attempt=0, index=0)
+        for generation in (1, 2, 3)
+    )
+    for key in (left, *own, "d/readme"):
+        store.put(key, [b"."])
+    before = set(store.list(""))
+    assert sweep_orphans(store, KEYS, 2) == [left]
+    assert set(store.list("")) == before - {left}
 
 
 def test_unreadable_manifest_guards_its_step_until_deleted(tmp_path: Path) -> None:
