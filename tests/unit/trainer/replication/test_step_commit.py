@@ -127,7 +127,19 @@ def test_a_bad_loss_in_one_lane_makes_the_step_non_finite(loss: float) -> None:
 
 @pytest.mark.parametrize("norm_squared", [math.nan, math.inf, -1.0])
 def test_a_bad_gradient_makes_the_step_non_finite(norm_squared: float) -> None:
-    assert not unpack([norm_squared, *[0] * 6, 1, 1, 1, *[0] * 5], step=0, lanes=1).finite
+    vector = pack(
+        1,
+        {0: LaneStats(tokens=5, digest=1)},
+        {0: 1.0},
+        norm_squared=norm_squared,
+        failed=False,
+        boundary=False,
+        saving=Saving(),
+        recorded=0,
+        overwritten=False,
+        gradients={0: 1},
+    )
+    assert not unpack(vector, step=0, lanes=1).finite
 
 
 def test_a_step_without_tokens_has_a_loss_of_zero() -> None:
