@@ -185,9 +185,10 @@ WELL = {
         ),
         ([{**WELL, "throttle_reasons": 64.0}] * 60, set()),  # not for ten minutes yet
         (
-            [{**WELL, "nvlink_errors": float(i)} for i in range(20)],
+            [{**WELL, "nvlink_errors": float(i)} for i in range(16)],  # 15 rises
             {("nvlink_errors", "confirmation", None, False, False)},
         ),
+        ([{**WELL, "nvlink_errors": float(i)} for i in range(15)], set()),
         ([{**WELL, "nvlink_errors": float(i // 4)} for i in range(31)], set()),
         (
             [{**WELL, "nvlink_recoveries": r} for r in (7.0, 8.0, 10.0, 28.0)],

@@ -92,6 +92,7 @@ def test_in_a_run_that_waits_for_its_slowest_reader_a_little_slower_is_not_slow(
         crew(w0=replace(NORMAL, tokens=4000.0, compute_s=0.8, data_s=0.04, read_s=0.08)),
         crew(w0=replace(NORMAL, tokens=250.0)),  # as long, with fewer targets
         crew(w0=replace(NORMAL, data_s=0.03, read_s=0.06, step_s=3.0)),
+        crew(w0=times(0.0)),
         {w: times(0.001, p) for w, p in crew(w0=times(3.0)).items()},  # of no account in 1.2 s
     ],
     ids=[
@@ -104,6 +105,7 @@ def test_in_a_run_that_waits_for_its_slowest_reader_a_little_slower_is_not_slow(
         "longer samples",
         "fewer targets",
         "not felt",
+        "nothing measured",
         "next to nothing",
     ],
 )
