@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny import Outcome, fit, tiny_trainer
-from tests.support.watching import events_of
+from tests.support.watching import check_replicas_equal, events_of
 
 STEPS = 80
 EARLY, MIDDLE, LAST = 1, 30, STEPS - 1
@@ -31,10 +31,10 @@ def undisturbed(cluster: None, text: Path, tmp_path_factory: pytest.TempPathFact
     return run
 
 
-def check_equal(broken: Outcome, whole: Outcome, faults: int) -> None:
+def check_equal(broken: Outcome, root: Path, whole: Outcome, faults: int) -> None:
     assert broken.report["faults_fired"] == faults
     assert broken.report["lost_steps"] == 0
-    assert broken.report["replicas_equal"] is not False
+    check_replicas_equal(broken.report, root)
     assert broken.samples == whole.samples
     assert broken.losses == whole.losses
     assert broken.params == whole.params
@@ -78,7 +78,7 @@ def test_every_worker_killed(
             steps=STEPS,
         )
     )
-    check_equal(broken, undisturbed(shard, tensor), faults=len(kills))
+    check_equal(broken, tmp_path / "run", undisturbed(shard, tensor), faults=len(kills))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_goes_on_with_one_replica_and_grows_back(
             text, tmp_path, shard=shard, tensor=tensor, faults=f"kill@{MIDDLE}", steps=STEPS
         )
     )
-    check_equal(broken, undisturbed(shard, tensor), faults=1)
+    check_equal(broken, tmp_path / "run", undisturbed(shard, tensor), faults=1)
     assert broken.report["repeated_steps"] == 1
 
 
@@ -106,6 +106,6 @@ def test_both_replicas_of_four_lose_a_worker(
     """What is left makes one replica of the two. In both, survivors wait for survivors: each must
     let go of its process group for the others to hear of it."""
     broken = fit(tiny_trainer(text, tmp_path, shard=4, faults=kill, steps=STEPS))
-    check_equal(broken, undisturbed(4, 1), faults=2)
+    check_equal(broken, tmp_path / "run", undisturbed(4, 1), faults=2)
     lost = events_of(tmp_path / "run", "worker_lost")
     assert [event["cause"] for event in lost] == ["crash", "crash"]

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,16 @@ def events_of(root: Path, *kinds: str) -> list[dict[str, Any]]:
 def steps_of(root: Path) -> int:
     """How many steps of the run in `root` are recorded so far."""
     return len(read_steps(root / "steps.jsonl"))
+
+
+def check_replicas_equal(report: Mapping[str, Any], root: Path) -> None:
+    """The replicas of the run in `root` did not differ, and were compared where at least two had
+    state at its end. A run does not wait for a newcomer, so one that came late may have none."""
+    (*_, last) = events_of(root, "regroup_done")
+    dealt = [lanes for lanes in last["lanes"].values() if lanes]  # to those alone that have state
+    healed = [event["generation"] for event in events_of(root, "replica_healed")]
+    compared = len(dealt) > 1 or last["generation"] in healed
+    assert report["replicas_equal"] in ([True] if compared else [True, None])
 
 
 def wait_until(
