@@ -31,6 +31,7 @@ from checkpointing import (
 from checkpointing.whole_file import write_whole
 from elastic.protocol.run_paths import RunPaths
 from trainer.engine.names import PARAMETERS
+from trainer.recovery.numbers import numbers_of
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +114,10 @@ def newest_own(
 
 
 def check_own(manifest: Manifest, identity: RunIdentity, model: StateTable | None) -> None:
-    """Checks that a checkpoint is of this run and of its model.
+    """Checks that a checkpoint is of this run and of its model, and that a run can go on from it.
 
     Raises:
-        CorruptError: it is another run's.
+        CorruptError: it is another run's, or lacks what a trainer keeps beside the tensors.
         IncompatibleError: it is of another model.
     """
     if not identity.owns(run_of(manifest)):
@@ -127,6 +128,7 @@ def check_own(manifest: Manifest, identity: RunIdentity, model: StateTable | Non
             f"directory belongs to the run with id {identity.id}. To go on from it, copy its "
             f"checkpoints to a directory of their own",
         )
+    numbers_of(manifest.step, manifest.training_state)
     if model is not None:
         check_model(manifest, model)
 

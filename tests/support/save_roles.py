@@ -45,6 +45,7 @@ from elastic.driver.resume import (
 from elastic.protocol.run_identity import identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
+from tests.support.tiny_checkpoint import NUMBERS
 from trainer.engine.host_copy import HostBuffer, Share
 from trainer.engine.shared_copy import open_copy
 from trainer.exchange.intake import Incoming, commit_incoming
@@ -151,7 +152,7 @@ def publish(publisher: Publisher, receipt: Receipt, writers: int = 1) -> int | N
 
 
 async def _publish(publisher: Publisher, receipt: Receipt, writers: int) -> int | None:
-    size = await publisher.take(receipt, {}, writers)
+    size = await publisher.take(receipt, NUMBERS, writers)
     if size is not None:
         await publisher.retire(receipt.step)
     return size
@@ -193,7 +194,12 @@ def bring(config: S3Config, step: int) -> None:
     )
     store = open_store(config)
     commit_incoming(
-        store, Keys(), incoming, step=step, training_state={}, segment_bytes=_segment_bytes(step)
+        store,
+        Keys(),
+        incoming,
+        step=step,
+        training_state=NUMBERS,
+        segment_bytes=_segment_bytes(step),
     )
 
 

@@ -13,6 +13,8 @@ from checkpointing import Keys, Manifest, Store, TensorSlice, commit, open_store
 
 KEYS = Keys()
 STEP = 7
+NUMBERS = {"optimizer_steps": 3, "skipped_in_a_row": 0}
+"""What a run needs beside the tensors to go on."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -66,8 +68,7 @@ def training_state(tiny: Tiny, **more: Any) -> dict[str, Any]:
     """What a trainer keeps beside the tensors."""
     return {
         "step": STEP,
-        "optimizer_steps": 3,
-        "skipped_in_a_row": 0,
+        **NUMBERS,
         "steps": 20,
         "optimizer": {
             "lr": 1e-2,
@@ -117,7 +118,7 @@ def commit_shares(
         step=step,
         generation=generation,
         receipts=receipts,
-        training_state=state or {},
+        training_state=NUMBERS if state is None else state,
         versions=versions or {},
     )
 

@@ -30,7 +30,6 @@ import torch.distributed as dist
 from checkpointing import (
     Box,
     CheckpointError,
-    CorruptError,
     OtherRecordError,
     Reader,
     Rows,
@@ -42,6 +41,7 @@ from checkpointing.format.cutting import pack
 from checkpointing.read.assignment import LEAST_BYTES
 from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost
+from trainer.recovery.numbers import numbers_of
 from trainer.replication.replicas import CrossGroup
 
 BUFFER_BYTES = 64 << 20
@@ -52,9 +52,6 @@ _BATCH_BYTES = 512 << 20
 
 _MARK_DIGITS = 13
 """Hex digits of a record's SHA-256 that are compared: what a float64 holds."""
-
-_NUMBERS = ("optimizer_steps", "skipped_in_a_row")
-"""What a record must have beside the tensors."""
 
 Saved = tuple[Reader, Mapping[str, Any]]
 """A saved state: its tensors, and the training state beside them."""
@@ -237,7 +234,7 @@ class _Part:
         try:
             if self._saved is None:
                 saved = self._open()
-                self._mine = _numbers_of(saved)
+                self._mine = numbers_of(saved[0].manifest.step, saved[1])
                 self._saved = saved
             for position in positions:
                 for batch in self._batches(self._shares[position]):
@@ -282,19 +279,6 @@ class _Part:
         sums = self._cross.gather_numbers(self._staging.checksum())
         if len(set(sums)) > 1:
             raise CrossGroupLost(f"the copies that were handed round differ: checksums {sums}")
-
-
-def _numbers_of(saved: Saved) -> list[int]:
-    """A record may be whole and not say them: one of another program."""
-    reader, state = saved
-    told = [state.get(key) for key in _NUMBERS]
-    numbers = [number for number in told if isinstance(number, int)]
-    if len(numbers) < len(told):
-        raise CorruptError(
-            f"the record of step {reader.manifest.step}",
-            f"its training state has no numbers under {' and '.join(_NUMBERS)}, but {told}",
-        )
-    return numbers
 
 
 def plan_readers(read: Sequence[bool]) -> list[int]:

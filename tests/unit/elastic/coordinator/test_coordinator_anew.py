@@ -39,6 +39,7 @@ from elastic.protocol.run_identity import RunIdentity, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog, read_events
 from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.tiny_checkpoint import NUMBERS
 
 STOP = events.StopRequested(time=1.0, reason="SIGINT")
 BEGUN = events.RegroupDone(
@@ -393,7 +394,7 @@ def test_one_goes_by_the_runs_own_checkpoint_that_it_has_come_to(
 
     def save(step: int, **state: Any) -> None:
         parts = [part(0, step), part(1, step)]
-        how: dict[str, Any] = {"training_state": state, "versions": {}}
+        how: dict[str, Any] = {"training_state": {**NUMBERS, **state}, "versions": {}}
         commit(store, Keys(), step=step, generation=1, receipts=parts, **how)
 
     async def go_on() -> None:

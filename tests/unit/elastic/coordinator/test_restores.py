@@ -47,6 +47,7 @@ from tests.support.coordinator_desk import Agents
 from tests.support.tiny_checkpoint import KEYS, write_state
 from trainer.loop.samples import Ledger
 from trainer.parallel.layout import ParallelDims
+from trainer.recovery.numbers import numbers_of
 
 GENERATION = 3
 
@@ -307,6 +308,24 @@ def test_a_record_of_another_run_is_given_up(desk: Desk) -> None:
     error = CorruptError(KEYS.commit(30), "run: it was written by run 'x'")
     asyncio.run(desk.restores.failed("a", 30, GENERATION, error))
     assert desk.failed() == [30] and list_steps(desk.store, KEYS) == [10, 20]
+
+
+def test_a_record_that_lacks_a_number_is_given_up_and_nobody_is_killed(desk: Desk) -> None:
+    """It is whole, and the same for all who read it."""
+    write_state(desk.store, {"w": torch.randn(4, 4)}, step=30, state={"optimizer_steps": 3})
+    desk.membership.progress.checkpointed(30)
+    with pytest.raises(CorruptError) as raised:
+        numbers_of(30, load_manifest(desk.store, KEYS, 30).training_state)
+
+    async def play() -> None:
+        for name in ("a", "b"):
+            await desk.restores.failed(desk.worker(name), 30, GENERATION, raised.value)
+        await asyncio.sleep(0)  # the agents are told aside
+
+    asyncio.run(play())
+    assert desk.agents.killed == []
+    assert desk.failed() == [30] and list_steps(desk.store, KEYS) == [10, 20]
+    assert (desk.membership.progress.restore_step, desk.membership.stopped) == (20, None)
 
 
 @pytest.mark.parametrize(("snapshot", "left"), [(0, [10]), (15, [])])

@@ -22,7 +22,7 @@ from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
 from tests.support.coordinator_desk import CoordinatorDesk
-from tests.support.tiny_checkpoint import write_state
+from tests.support.tiny_checkpoint import NUMBERS, write_state
 
 RUN = RunIdentity(id="this run")
 SAVED, SNAPSHOT = 500, 990
@@ -34,7 +34,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def save(paths: RunPaths, step: int, run: str = RUN.id) -> None:
-    state = {"run": {"name": "run", "id": run}}
+    state = {**NUMBERS, "run": {"name": "run", "id": run}}
     write_state(open_store(paths.checkpoints), {"w": torch.ones(2)}, step=step, state=state)
 
 

@@ -49,7 +49,7 @@ from elastic.protocol.run_identity import (
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog, read_events
 from elastic.worker.restoring import open_checkpoint, open_own
-from tests.support.tiny_checkpoint import KEYS, write_state
+from tests.support.tiny_checkpoint import KEYS, NUMBERS, write_state
 from trainer.errors import ConfigError
 
 ROSTER = RegroupDone(
@@ -85,7 +85,7 @@ def save(
     weight: torch.Tensor = WEIGHT,
     generation: int = 0,
 ) -> None:
-    marks = {} if run is None else {"run": {"name": f"run {run}", "id": run}}
+    marks = NUMBERS if run is None else {**NUMBERS, "run": {"name": f"run {run}", "id": run}}
     store = open_store(paths.checkpoints)
     write_state(store, state(weight), step=step, generation=generation, state=marks)
 
@@ -131,6 +131,16 @@ def test_another_runs_checkpoint_is_passed_over(paths: RunPaths) -> None:
     assert mine in str(passed)
     set_others_aside(paths, only(found), identity, None)
     assert open_store(paths.checkpoints).list("m/")[-1] == f"{key}.foreign", "nothing is lost"
+
+
+def test_a_checkpoint_that_lacks_a_number_is_passed_over(paths: RunPaths) -> None:
+    """A start that took it would have workers that all refuse it."""
+    identity = identify(paths)
+    save(paths, 2, identity.id)
+    write_state(open_store(paths.checkpoints), state(WEIGHT), step=4, state={"optimizer_steps": 3})
+    found, passed = newest_own(paths, identity)
+    assert found is not None and found.step == 2
+    assert "no numbers under optimizer_steps and skipped_in_a_row, but [3, None]" in str(passed)
 
 
 def test_another_models_checkpoint_is_passed_over(paths: RunPaths) -> None:
