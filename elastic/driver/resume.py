@@ -469,6 +469,7 @@ def check_continues(
             "train.task",
             f"{samples:,} samples",
             f"the run to be continued has {before:,}, and would not end with the same weights",
-            "Use the same data, of text the same paths, seq_len, holdout and tokenizer, or another "
+            "Use the same data, of text the same paths, seq_len, holdout and tokenizer, and the "
+            "version that began the run, where another one cuts its text otherwise; or another "
             "run_config.name, or resume='never'",
         )

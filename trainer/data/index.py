@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer.errors import TrainerError
 
-SCHEMA = 2
+SCHEMA = 1
 INDEX_NAME = "index.json"
 
 _MADE_ANEW = "Delete the prepared data, and it is made anew"

@@ -32,7 +32,7 @@ from trainer.data.build import TOKENIZER_NAME, TRAIN_NAME, VAL_NAME, Counts, Rec
 from trainer.data.config import DataConfig
 from trainer.data.file_hashes import hash_files
 from trainer.data.index import SCHEMA, TokensCorruptError, read_json, write_json
-from trainer.data.text import check_text, find_files
+from trainer.data.text import READING, check_text, find_files
 from trainer.data.tokenizer import end_of_text_id, fingerprint_of, load_tokenizer
 from trainer.data.tokens import TokenSet
 from trainer.progress import tell
@@ -88,6 +88,7 @@ def _plan_recipe(config: DataConfig, memory: Path) -> Recipe:
     hashed = hash_files([file.path for file in files], memory)
     facts = {
         "schema": SCHEMA,
+        "reading": READING,
         "files": [
             (file.format, found.size_bytes, found.sha256)
             for file, found in zip(files, hashed, strict=True)

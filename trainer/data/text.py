@@ -24,6 +24,10 @@ import pyarrow.parquet as pq
 from trainer.data.config import DataConfig
 from trainer.errors import ConfigError
 
+READING = 2
+"""Counts the ways in which files were made documents: by another one, the same files may be other
+samples."""
+
 PIECE_CHARS = 2**16
 MOST_LINE_CHARS = 2**20
 PARQUET_ROWS = 256

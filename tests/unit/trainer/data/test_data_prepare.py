@@ -268,6 +268,18 @@ def test_of_two_at_once_the_first_to_finish_wins(
     assert [path.name for path in kept_in(cache)] == [Path(prepared.train).parent.name]
 
 
+def test_who_reads_text_otherwise_makes_its_tokens_beside_and_the_former_ones_are_read_still(
+    corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package was upgraded, and a run goes on with what it has; its workers start anew."""
+    monkeypatch.setattr("trainer.data.prepare.READING", 1)
+    before = prepare(config_for(corpus), str(cache))
+    monkeypatch.undo()
+    after = prepare(config_for(corpus), str(cache))
+    assert after.train != before.train and len(kept_in(cache)) == 2
+    assert documents_of(before, before.train) == documents_of(after, after.train)
+
+
 def test_text_in_another_encoding_is_prepared_with_a_warning(
     corpus: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -158,8 +158,8 @@ def test_an_id_that_is_none_is_told_when_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": 1},
-        {"schema": 3},
+        {"schema": 0},
+        {"schema": 2},
         {"dtype": "object"},
         {"tokens": 11},
         {"files": None},
