@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils import _python_dispatch as dispatch
@@ -35,6 +35,10 @@ class Draws(dispatch.TorchDispatchMode):
         self.asked = False
         """Whether it drew, or was to draw, seed or save."""
 
+    _present: ClassVar[Draws | None] = None
+    """The block of the thread that is refused now. Who has bound a stand-in under a name of its own
+    keeps it beyond the block that it came from."""
+
     supports_higher_order_operators = True
 
     @classmethod
@@ -47,6 +51,7 @@ class Draws(dispatch.TorchDispatchMode):
     def __enter__(self) -> Draws:
         if self._refused:
             self._reader = threading.get_ident()
+            Draws._present = self
             _stand_in(self._check)
         dispatch._push_mode(self)
         return self
@@ -54,12 +59,15 @@ class Draws(dispatch.TorchDispatchMode):
     def __exit__(self, *_: object) -> None:
         dispatch._pop_mode()
         if self._refused:
+            Draws._present = None
             _put_back()
 
-    def _check(self) -> None:
+    @classmethod
+    def _check(cls) -> None:
         """Called by whoever wants a generator."""
-        if threading.get_ident() == self._reader:
-            self.asked = True
+        present = cls._present
+        if present is not None and threading.get_ident() == present._reader:
+            present.asked = True
             raise DrawnError
 
     def __torch_dispatch__(

@@ -47,3 +47,17 @@ def test_gpus_that_are_first_used_while_one_reads_ahead_keep_their_generators(
     with Draws(refused=True):
         monkeypatch.setattr(torch.cuda, "default_generators", generators)
     assert torch.cuda.default_generators is generators
+
+
+def test_a_stand_in_that_somebody_has_bound_refuses_in_such_blocks_and_nowhere_else() -> None:
+    """A module that an item imports while it is read ahead binds it, and has it for good."""
+    with Draws(refused=True):
+        bound = vars(torch.random)["default_generator"]  # torch does not declare it
+    torch.manual_seed(3)
+    assert bound is not torch.default_generator and bound.initial_seed() == 3
+    with Draws(refused=False):
+        assert bound.initial_seed() == 3, "as it is due"
+    later = Draws(refused=True)
+    with pytest.raises(DrawnError), later:
+        bound.manual_seed(4)
+    assert later.asked and torch.initial_seed() == 3
