@@ -138,7 +138,7 @@ def _encode(directory: Path, recipe: Recipe, tokenizer: Tokenizer, threshold: in
         for name in (TRAIN_NAME, VAL_NAME)
     )
     documents = {train: 0, val: 0}
-    replaced = Replaced()
+    replaced = Replaced(recipe.files)
     with train, val:
         for batch in _batches(recipe.documents("encoding the text")):
             replaced.count(batch)

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -283,15 +285,30 @@ def test_who_reads_text_otherwise_makes_its_tokens_beside_and_the_former_ones_ar
 def test_text_in_another_encoding_is_prepared_with_a_warning(
     corpus: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (corpus / "a.txt").write_bytes(("x" * 99 + "\n").encode() * 2000 + "für\n".encode("latin-1"))
+    (corpus / "a.txt").write_bytes(("x" * 99 + "\n").encode() * 5 + "für\n".encode("latin-1"))
     (corpus / "b.txt").write_bytes("schöne Grüße aus Köln\n".encode("latin-1"))
     (corpus / "c.jsonl").write_bytes('{"text": "schöne Grüße"}\n{"text": ""}\n'.encode())
     prepare(config_for(corpus), str(cache))
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"{corpus / 'b.txt'}: 4 of 22 characters (18.18%) are no UTF-8 and are read as U+FFFD, and "
-        "some in 1 other files. Is it text in another encoding? Convert it, as by "
-        "iconv -f latin1 -t utf-8"
+    assert warnings_of(caplog) == [
+        f"{corpus / 'b.txt'}: 4 of 22 characters (18.18%) are U+FFFD, as which bytes that are no "
+        "UTF-8 are read, at least 0.1% in 1 more. It may be text in another encoding. Convert it "
+        "only where its bytes, unpacked, are no UTF-8: iconv -f utf-8 ends with an error there"
     ]
+
+
+def test_signs_of_replacement_that_a_sound_text_has_itself_are_no_warning(
+    corpus: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A crawl has some; in Parquet, bytes that are no UTF-8 would have raised."""
+    lost = "K\ufffdln"
+    (corpus / "a.jsonl").write_text(json.dumps({"text": "x" * 5000 + lost}))
+    pq.write_table(pa.table({"text": [lost]}), corpus / "b.parquet")
+    prepare(config_for(corpus), str(cache))
+    assert warnings_of(caplog) == []
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
 
 
 @pytest.mark.parametrize("doing", ["splitting", "reading", "encoding"])
