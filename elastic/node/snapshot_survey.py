@@ -15,7 +15,7 @@ from checkpointing import (
     find_newest,
     take_stock,
 )
-from elastic.protocol.events import RegroupDone, RunEnded
+from elastic.protocol.events import RegroupDone, RunEnded, SnapshotSkipped, SnapshotTaken
 from elastic.protocol.run_identity import RunIdentity, newest_own
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import live_nodes, on_every_node
@@ -59,6 +59,11 @@ def end_is_stored(paths: RunPaths, identity: RunIdentity) -> bool:
         log.warning("the snapshots stay in the nodes' memory: %s", error)
         return False
     return stored is not None and stored.step >= ended.step
+
+
+def has_kept_snapshots(paths: RunPaths) -> bool:
+    """Whether some start of the run kept snapshots, by those of its records that can be read."""
+    return bool(read_events(paths.events, kinds=[SnapshotTaken, SnapshotSkipped], lenient=True))
 
 
 Cleared = Literal["none", "deleted", "left"]

@@ -29,7 +29,7 @@ import ray
 from ray.train import TrainingFailedError
 
 from elastic.errors import RunGoesOnError
-from elastic.node.snapshot_survey import SURVEY_TIMEOUT_S, clear_snapshots, end_is_stored
+from elastic.node.snapshot_survey import clear_snapshots, end_is_stored, has_kept_snapshots
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import RunEnded, RunOutcome
 from elastic.protocol.rpc import Remote
@@ -65,10 +65,6 @@ _LOCK_RETRY_S = 0.2
 _HEARD_S = 20.0
 """How long a run that is interrupted waits for its coordinator. One that is started anew on another
 machine takes so long; one whose store does not answer would take for ever."""
-
-_LEFTOVERS_S = 5.0
-"""How long nodes may take to delete snapshots where this start of the run keeps none: an earlier
-one, with other settings, may have. All who wait for the end wait so long."""
 
 _FAREWELL_S = 5.0
 """How long workers may take to follow an interruption."""
@@ -121,9 +117,12 @@ class Supervisor(SupervisorApi):
         # Whatever fails from here on must keep nobody waiting.
         try:
             end_all(self._plan.prefix)
-            if end_is_stored(paths, self._plan.job.identity):
-                kept = self._plan.job.checkpoint.memory_every is not None
-                clear_snapshots(paths, timeout_s=SURVEY_TIMEOUT_S if kept else _LEFTOVERS_S)
+            # An earlier start may have kept some, with other settings. All who wait for the end
+            # wait for the nodes: those of a run that never had any are not asked.
+            if end_is_stored(paths, self._plan.job.identity) and (
+                self._plan.job.checkpoint.memory_every is not None or has_kept_snapshots(paths)
+            ):
+                clear_snapshots(paths)
         except Exception:
             log.exception("something of the run is left; its next start clears up")
         self._ending.set_result(ending)

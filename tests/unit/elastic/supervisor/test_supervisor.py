@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from checkpointing import CheckpointConfig
+from elastic.protocol.events import SnapshotTaken
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths, hold_run
+from elastic.reporting.event_log import EventLog
 from elastic.supervisor import supervisor
 from elastic.supervisor.supervisor import Supervisor
 from tests.support.run_plan import run_plan
@@ -75,23 +77,34 @@ def test_a_clearing_up_that_fails_keeps_nobody_waiting(
     assert outside_a_cluster.wait(PATIENCE_S)
 
 
-@pytest.mark.parametrize(("memory_every", "most_s"), [(None, 5.0), (10, 60.0)])
-def test_a_node_that_hangs_holds_up_the_end_of_a_run_without_snapshots_for_moments(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, memory_every: int | None, most_s: float
+@pytest.mark.parametrize(
+    ("memory_every", "earlier", "asks"),
+    [(None, False, False), (None, True, True), (10, False, True)],
+)
+def test_nodes_are_asked_to_clear_where_some_start_of_the_run_kept_snapshots(
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    memory_every: int | None,
+    earlier: bool,
+    asks: bool,
 ) -> None:
-    asked: list[float] = []
+    """One that hangs holds up the end of no other run, and one with much to delete has its time."""
+    asked: list[RunPaths] = []
     monkeypatch.setattr(supervisor, "_HANDOVER_S", 0.0)
     monkeypatch.setattr(supervisor, "end_is_stored", lambda *_: True)
-    monkeypatch.setattr(
-        supervisor, "clear_snapshots", lambda _, timeout_s=60.0: asked.append(timeout_s)
-    )
+    monkeypatch.setattr(supervisor, "clear_snapshots", asked.append)
     plan = run_plan(paths, Remote(None))
     checkpoint = CheckpointConfig(memory_every=memory_every)
     kept: Any = SimpleNamespace(value=replace(plan, job=replace(plan.job, checkpoint=checkpoint)))
     paths.root.mkdir()
+    if earlier:
+        with EventLog(paths.events) as log:
+            log.append(
+                SnapshotTaken(time=1.0, step=4, generation=1, bytes=8, copies=2, seconds=1.0)
+            )
     with hold_run(paths):
         assert asyncio.run(Supervisor(kept).ending(PATIENCE_S)) is not None
-    assert asked == [most_s]
+    assert asked == [paths] * asks
 
 
 def test_whoever_waits_for_the_end_keeps_no_call_for_longer_than_said(
