@@ -34,7 +34,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import ray
 from ray import ObjectRef
@@ -222,10 +222,14 @@ class NodeAgent:
     def evidence(self, workers: Sequence[str]) -> dict[str, Evidence]:
         """What is found of workers of this node, without their output where the disk hangs. They
         are asked at once: each takes its time, and those that do not answer take theirs."""
-        with self._reading() as may, ThreadPoolExecutor(_ASKED_AT_ONCE, "evidence") as pool:
-            ask = partial(self._processes.evidence, reads=may)
-            found = zip(workers, pool.map(ask, workers), strict=True)
-            return {w: self._with_readings(w, one) for w, one in found if one is not None}
+        logs = {worker: self._processes.logs_of(worker) for worker in workers}
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, "evidence") as pool:
+            asked = zip(workers, pool.map(self._processes.evidence, workers), strict=True)
+            found = {w: self._with_readings(w, one) for w, one in asked if one is not None}
+        with self._reading() as may:  # of the disk alone: others read while workers are asked
+            if not may:
+                return found
+            return {w: replace(one, log=last_words(logs[w])) for w, one in found.items()}
 
     def last_words(self, ended: Sequence[WorkerJoined]) -> dict[str, Evidence]:
         """What is left of workers of this node that have ended, or will: the end of their output,

@@ -271,10 +271,9 @@ class ProcessWatch:
         with self._lock:
             return {p.worker: p.place() for p in self._processes.values()}
 
-    def evidence(self, worker: str, *, reads: bool = True) -> Evidence | None:
-        """What a worker is doing, by its stacks, its collectives and, if one `reads` it, its
-        output; None of one that is not watched. It may take three quarters of a second. Called from
-        several threads."""
+    def evidence(self, worker: str) -> Evidence | None:
+        """What a worker is doing, by its stacks and its collectives; None of one that is not
+        watched. It may take three quarters of a second. Called from several threads."""
         with self._lock:
             found = self._of(worker)
         if not found:
@@ -283,8 +282,7 @@ class ProcessWatch:
         stacks = _stacks_of(process, lambda number: self.signal(worker, number))
         recorder, pid = process.recorder, process.pid
         recorded = "" if recorder is None else latest_of(ask_process(pid, recorder))
-        log = last_words(process.logs) if reads else ""
-        return Evidence(stacks=stacks, log=log, collectives=recorded)
+        return Evidence(stacks=stacks, collectives=recorded)
 
     def wait_ended(self, workers: Collection[str], timeout_s: float) -> None:
         """Returns when the processes of `workers` have ended, as far as they are watched; after
@@ -296,6 +294,11 @@ class ProcessWatch:
         """The process of a worker, where it is watched."""
         with self._lock:
             return next((process.pid for _, process in self._of(worker)), None)
+
+    def logs_of(self, worker: str) -> tuple[str, ...]:
+        """Files that the output of a worker goes to; none of one that is not watched."""
+        with self._lock:
+            return next((process.logs for _, process in self._of(worker)), ())
 
     def kill_all(self, cause: Cause, detail: str) -> list[Death]:
         """Ends all processes. Returns the deaths that are news."""

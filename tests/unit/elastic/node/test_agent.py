@@ -30,13 +30,37 @@ health = HealthConfig(preflight=False)
 agent = NodeAgent(Coordinator(), "n1", "token", beats, beats, "secret", health)
 """
 WAITS = "threading.Event().wait()"
+WORKER = """
+worker = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
+NO_BEATS = 99  # a descriptor that it does not have
+"""
 ASKED_TWICE = """
-worker = subprocess.Popen(["sleep", "60"])
-agent._processes.watch("w0", worker.pid, None, logs=(sys.argv[2],))
+agent._processes.watch("w0", worker.pid, NO_BEATS, logs=(sys.argv[2],))
 threading.Thread(target=lambda: agent.evidence(["w0"]), daemon=True).start()
 while agent._reads.acquire(blocking=False):
     agent._reads.release()
 print(repr(agent.evidence(["w0"])["w0"].log), flush=True)
+worker.kill()
+os._exit(0)
+"""
+
+ASKED_BESIDE = """
+from elastic.node import process_watch
+asked, answers = threading.Event(), threading.Event()
+def read_stacks(*_):
+    asked.set()
+    answers.wait()
+    return "its stacks"
+process_watch.read_stacks = read_stacks
+agent._processes.watch("w0", worker.pid, NO_BEATS, stacks_fd=0, logs=(sys.argv[2],))
+found = {}
+asking = threading.Thread(target=lambda: found.update(agent.evidence(["w0"])))
+asking.start()
+asked.wait()
+print(repr(list(agent.output([sys.argv[2]], 99).values())), flush=True)
+answers.set()
+asking.join()
+print(repr(found["w0"].stacks + found["w0"].log), flush=True)
 worker.kill()
 os._exit(0)
 """
@@ -59,8 +83,21 @@ def test_one_thread_at_most_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
     """Here a pipe that nobody writes to: who is asked next leaves the output out."""
     log = tmp_path / "its.err"
     os.mkfifo(log)
-    command = [sys.executable, "-c", AGENT + ASKED_TWICE, "1", str(log)]
+    assert told_by(ASKED_TWICE, log)[-1] == "''"
+
+
+def test_workers_that_take_their_time_to_answer_keep_nobody_from_the_disk(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "worker-a-b-1.err"
+    log.parent.mkdir()
+    log.write_text("its words\n")
+    output, evidence = told_by(ASKED_BESIDE, log)[-2:]
+    assert output == r"['its words\n']"
+    assert evidence.startswith("'its stacks") and "its words" in evidence
+
+
+def told_by(program: str, log: Path) -> list[str]:
+    command = [sys.executable, "-c", AGENT + WORKER + program, "1", str(log)]
     done = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=True, text=True
     )
-    assert done.stdout.splitlines()[-1] == "''"
+    return done.stdout.splitlines()
