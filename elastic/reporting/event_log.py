@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic.protocol.events import (
     Event,
@@ -41,6 +41,8 @@ from elastic.reporting.record_lines import (
 )
 
 log = logging.getLogger(__name__)
+
+_Parsed = TypeVar("_Parsed")
 
 MOST_PENDING_BYTES = 16 << 20
 """What is kept of records while the disk is full: those of tens of thousands of steps."""
@@ -140,11 +142,11 @@ def read_events(
         lenient: a damaged line is logged and passed over.
 
     Raises:
-        RecordError: a whole line is not a JSON object. Of other kinds lines are not parsed.
+        RecordError: a whole line is not a JSON object, or its time no number. Of other kinds lines
+            are not parsed.
     """
-    objects = _read_objects(Path(path), kinds, lenient=lenient)
+    events = _read_lines(Path(path), event_from_json, kinds, lenient=lenient)
     only = tuple(kinds) or Event
-    events = (event_from_json(data) for _, data in objects)
     return [event for event in events if isinstance(event, only)]
 
 
@@ -166,15 +168,15 @@ def read_steps(
     """
     kept: dict[int, StepRecord] = {}
     newest = -1
-    for line, data in _read_objects(Path(path), lenient=lenient):
+
+    def parse(data: dict[str, Any]) -> StepRecord:
         if not digests and "sample_digests" in data:
             data["sample_digests"] = []
-        record = step_from_json(data)
-        if record is None and lenient:
-            continue
-        if record is None:
-            fact = f"a step record lacks fields, it has {sorted(data)}"
-            raise RecordError(str(path), line, fact)
+        if (record := step_from_json(data)) is None:
+            raise ValueError(f"a step record lacks fields, it has {sorted(data)}")
+        return record
+
+    for record in _read_lines(Path(path), parse, lenient=lenient):
         for later in range(record.step + 1, newest + 1):
             if later in kept and kept[later].generation < record.generation:
                 del kept[later]
@@ -325,11 +327,15 @@ def _step_of(line: bytes) -> StepRecord | None:
         return None
 
 
-def _read_objects(
-    path: Path, kinds: Collection[type[Event]] = (), *, lenient: bool = False
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of a record file; what follows the last newline is not a record. See
-    `read_events` for `kinds` and `lenient`."""
+def _read_lines(
+    path: Path,
+    parse: Callable[[dict[str, Any]], _Parsed],
+    kinds: Collection[type[Event]] = (),
+    *,
+    lenient: bool = False,
+) -> Iterator[_Parsed]:
+    """The records of a record file; what follows the last newline is not a record. See
+    `read_events` for `kinds` and `lenient`. `parse` may raise ValueError."""
     if not path.exists():
         return
     names = kinds_of(kinds)
@@ -339,14 +345,14 @@ def _read_objects(
             if names and not may_be(line, names):
                 continue
             try:
-                data = object_of_line(line)
+                record = parse(object_of_line(line))
             except ValueError as error:
                 damaged = RecordError(str(path), number, str(error))
                 if not lenient:
                     raise damaged from error
                 log.warning("a line is passed over: %s", damaged)
             else:
-                yield number, data
+                yield record
 
 
 def _cut_torn_tail(path: Path) -> None:

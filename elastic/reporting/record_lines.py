@@ -19,7 +19,7 @@ from elastic.protocol.events import Event
 _BLOCK_BYTES = 1 << 18
 
 _KIND = re.compile(rb'\{"kind": "(\w+)"')
-_STEP = re.compile(rb'\{"step": (\d+), "loss": [^{}\[\]]*?"time": ([\d.e+]+), "')
+_STEP = re.compile(rb'\{"step": (\d+), "loss": [^{}\[\]]*?"time": (\d+(?:\.\d+)?(?:e\+?\d+)?), "')
 
 
 def kinds_of(kinds: Iterable[type[Event]]) -> set[bytes]:

@@ -148,6 +148,21 @@ def test_steps_before_a_time_are_parsed_alone_and_read_no_further(tmp_path: Path
     assert [one.step for one in steps_before(path, [2.5])] == [2, 5]
 
 
+def test_a_step_whose_time_is_no_number_is_passed_over(tmp_path: Path) -> None:
+    """It looks like one at a glance."""
+    path = write(tmp_path / "s", [record(2, 2.0), replace(record(3, 3.0), time=1.25e20)])
+    damaged = path.read_text().splitlines()[0].replace('"time": 2.0', '"time": 1.2.3')
+    path.write_text(path.read_text() + f"{damaged}\n")
+    assert [one.step for one in steps_before(path, [])] == [3]
+
+
+def test_an_event_whose_time_is_no_number_is_a_damaged_line(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "e", '{"kind": "unheard_of", "time": "abc"}', ENDED)
+    assert read_events(path, lenient=True) == [ENDED] == last_events(path, RunEnded)
+    with pytest.raises(RecordError, match=r"e:1: could not convert string to float: 'abc'"):
+        read_events(path)
+
+
 def test_a_watch_does_not_hold_a_long_run(tmp_path: Path) -> None:
     path = tmp_path / "e"
     timed = StepsTimed(time=1.0, step=1, steps=20, seconds={"forward": 0.1, "backward": 0.2})
