@@ -40,15 +40,16 @@ def devices_of(machine: Machine) -> list[str]:
     gpus, visible = count_gpus(machine.root), os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = (name.strip() for name in visible.split(","))
-        # CUDA ends the list at the first other one.
-        gpus = min(gpus, len(list(takewhile(partial(_is_one, gpus=gpus), names))))
+        # CUDA ends the list at the first other one, and takes none where one comes twice.
+        own = list(takewhile(partial(_is_one, gpus=gpus), names))
+        gpus = min(gpus, len(own)) if len(set(own)) == len(own) else 0
     return [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
 
 
 def _is_one(name: str, gpus: int) -> bool:
     """Whether a part of CUDA_VISIBLE_DEVICES is one of the machine's GPUs, unlike -1 and Slurm's
     NoDevFiles."""
-    return (name.isdigit() and int(name) < gpus) or name.startswith(("GPU-", "MIG-"))
+    return (name.isdecimal() and int(name) < gpus) or name.startswith(("GPU-", "MIG-"))
 
 
 def _on_each(machine: Machine, load: str, *arguments: str) -> dict[str, Outcome]:

@@ -88,6 +88,8 @@ def test_no_gpu_is_loaded_that_this_process_may_not_use(
         ("4,5", 2),
         (" 4, GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 2),
         ("4,-1,5", 1),
+        ("4,²,5", 1),
+        ("4,5,4", 0),
         ("8", 0),
         ("-1", 0),
         ("NoDevFiles", 0),
