@@ -60,11 +60,13 @@ def show_logs(options: argparse.Namespace) -> int:
             raise ConfigError("--worker", options.worker, fact, "Use one of these, or leave it out")
     kept = {one.node for one in outputs if paths.output_of(one.node).is_dir()}
     missing, failed = _join(options, outputs, kept)
+    shown: set[str] = set()
     most_bytes = options.kib << 10
     for portion in plan_portions(outputs, most_bytes):
         texts, silent = _fetch(portion, missing.keys(), most_bytes, options.faults)
         missing |= silent
         failed |= silent.keys()
+        shown |= texts.keys()
         for one in portion:
             found = texts.get(one.node, {})
             if one.node in missing and one.node in kept:
@@ -74,9 +76,16 @@ def show_logs(options: argparse.Namespace) -> int:
                 print(f"{one.slot} {one.worker} | {line}")
         sys.stdout.flush()
     for node in dict.fromkeys(one.node for one in outputs if one.node in missing):
-        what = "this is what was kept before" if node in kept else "nothing of it is kept"
+        what = _describe_kept(node in kept, node in shown)
         print(f"elastic: node {node[:6]}: {missing[node]}, and {what}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _describe_kept(kept: bool, shown: bool) -> str:
+    """What there is of a node that does not answer; some of it was `shown` while it still did."""
+    if shown:
+        return "the rest is what was kept before" if kept else "nothing of the rest is kept"
+    return "this is what was kept before" if kept else "nothing of it is kept"
 
 
 def _join(
@@ -149,7 +158,9 @@ def _fetch(
         return {}, {}
     from elastic.ray_compat.cluster import Failed, on_nodes
 
-    calls = {node: (names, most_bytes, faults) for node, names in asked.items()}
+    # A node with a former version of the package does not know the last one.
+    more = (faults,) if faults else ()
+    calls = {node: (names, most_bytes, *more) for node, names in asked.items()}
     answers = on_nodes(read_files, calls, timeout_s=_NODE_S)
     failed = {node: told.why for node, told in answers.items() if isinstance(told, Failed)}
     return {n: told for n, told in answers.items() if not isinstance(told, Failed)}, failed

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from elastic.cli import logs
 from elastic.cli.logs import plan_portions
 from elastic.cli.main import main
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
 from elastic.protocol.run_paths import RunPaths
+from elastic.ray_compat.cluster import Failed
 from elastic.reporting.event_log import EventLog
 from elastic.reporting.outputs import Output, find_outputs, read_files, read_kept
 
@@ -20,7 +24,7 @@ SIZES = 16 << 20, 64 << 10, 100 << 20
 LOG = "/tmp/ray/session_x/logs/worker-{}-ffffffff-12.err"
 
 
-def joined(worker: str, *logs: str) -> Event:
+def joined(worker: str, *logs: str) -> WorkerJoined:
     return WorkerJoined(
         time=1.0, worker=worker, node=f"node-of-{worker}", pid=12, born_ticks=3, logs=list(logs)
     )
@@ -130,6 +134,32 @@ def test_a_damaged_line_is_passed_over(
     assert main(["logs", str(tmp_path), "--worker", "w2"]) == 2
     assert "it names w0" in capsys.readouterr().err
     assert "line 1" in caplog.text
+
+
+def test_a_node_that_falls_silent_half_way_is_not_told_of_as_one_that_never_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is one with a former version of the package asked for what that does not know."""
+    asked: list[tuple[object, ...]] = []
+
+    def on_nodes(
+        function: object, calls: Mapping[str, tuple[list[str], int]], *, timeout_s: float
+    ) -> dict[str, object]:
+        ((node, given),) = calls.items()
+        asked.append(given)
+        ((name,), _) = given
+        return {node: {name: "its words"} if len(asked) == 1 else Failed(why="no answer")}
+
+    monkeypatch.setattr("elastic.ray_compat.cluster.on_nodes", on_nodes)
+    monkeypatch.setattr(logs, "_join", lambda *_: ({}, set()))
+    monkeypatch.setattr(logs, "_PORTION_BYTES", 1)
+    with EventLog(RunPaths(root=tmp_path).events) as log:
+        for worker in ("w0", "w1"):
+            log.append(replace(joined(worker, LOG.format(f"0{worker[1]}")), node="n" * 8))
+    assert main(["logs", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert "w0 | its words" in told.out and len(asked) == 2
+    assert told.err == "elastic: node nnnnnn: no answer, and nothing of the rest is kept\n"
 
 
 @pytest.mark.parametrize("kib", ["0", "-1"])
