@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from checkpointing.whole_file import write_whole
-from trainer.data.file_hashes import HashedFile, check_unchanged
+from trainer.data.file_hashes import HashedFile, check_sizes, check_unchanged
 from trainer.data.replaced import Replaced
 from trainer.data.split import find_threshold, hash_of
 from trainer.data.text import Document, SourceFile, read_documents
@@ -111,11 +111,13 @@ def build(directory: Path, recipe: Recipe) -> Counts:
     started_s = time.monotonic()
     logger.info("preparing %d files in %s", len(recipe.files), directory)
     threshold = find_threshold(recipe.documents("splitting the text"), recipe.holdout)
+    check_sizes(recipe.hashed)
     tokenizer = recipe.tokenizer
     if tokenizer is None:
         documents = recipe.documents("reading the text for a tokenizer")
         kept = (document for document in documents if hash_of(document) >= threshold)
         tokenizer = train_tokenizer(kept, recipe.vocab_size)
+        check_sizes(recipe.hashed)
         logger.info("trained a tokenizer after %.1f s", time.monotonic() - started_s)
     write_whole(directory / TOKENIZER_NAME, tokenizer.to_str(pretty=True), durable=True)
     counts = _encode(directory, recipe, tokenizer, threshold)

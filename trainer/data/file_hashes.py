@@ -73,6 +73,18 @@ def hash_files(paths: Sequence[Path], memory: Path, now_s: float | None = None) 
     return [HashedFile(path, marks[path], hashes[path]) for path in paths]
 
 
+def check_sizes(files: Sequence[HashedFile]) -> None:
+    """Looks whether files have the size that they had when they were hashed: what takes hours does
+    not begin where one has grown meanwhile.
+
+    Raises:
+        ConfigError: one has not, or cannot be read.
+    """
+    for file in files:
+        if (size := _mark(file.path)[0]) != file.size_bytes:
+            raise _changed(file, size)
+
+
 def check_unchanged(files: Sequence[HashedFile]) -> None:
     """Looks whether files still are what they were when they were hashed. One whose times alone are
     others is hashed again.
@@ -80,21 +92,22 @@ def check_unchanged(files: Sequence[HashedFile]) -> None:
     Raises:
         ConfigError: one is not, or cannot be read.
     """
+    check_sizes(files)
     for file in files:
-        now = _mark(file.path)
-        if now == file.mark:
-            continue
-        size = now[0]
-        if size != file.size_bytes or file.sha256 != _sha256(
-            file.path, "hashing what has other times", 0, size
+        if _mark(file.path) != file.mark and file.sha256 != _sha256(
+            file.path, "hashing what has other times", 0, file.size_bytes
         ):
-            raise ConfigError(
-                "train.task.data.paths",
-                str(file.path),
-                f"it changed while it was read: it had {file.size_bytes} bytes when that began, "
-                f"and other {size} bytes at the end",
-                "Start again when nobody writes it any more, or leave it out",
-            )
+            raise _changed(file, _mark(file.path)[0])
+
+
+def _changed(file: HashedFile, size: int) -> ConfigError:
+    return ConfigError(
+        "train.task.data.paths",
+        str(file.path),
+        f"it changed while it was read: it had {file.size_bytes} bytes when that began, and other "
+        f"{size} bytes at the end",
+        "Start again when nobody writes it any more, or leave it out",
+    )
 
 
 def _knows(known: dict[str, Any], path: Path, mark: list[int]) -> bool:

@@ -335,6 +335,22 @@ def test_text_that_changes_while_it_is_read_is_not_kept_under_its_former_hash(
     assert kept_in(cache) == []
 
 
+@pytest.mark.parametrize("doing", ["splitting", "reading"])
+def test_text_that_grows_is_refused_before_more_is_done_with_it(
+    corpus: Path, cache: Path, doing: str
+) -> None:
+    last, told = corpus / "039.py", list[str]()
+
+    def write(what: str, done: int, total: int) -> None:
+        if what.startswith(doing) and doing not in told:
+            last.write_text("y = 1\n" + TEXTS[-1])
+        told.append(what.split()[0])
+
+    with listening(write), pytest.raises(ConfigError, match="it changed while it was read"):
+        prepare(config_for(corpus), str(cache))
+    assert told[-1] == doing
+
+
 def test_text_of_which_only_the_times_change_meanwhile_is_kept(corpus: Path, cache: Path) -> None:
     with listening(lambda *_: (corpus / "039.py").touch()):
         prepared = prepare(config_for(corpus), str(cache))
