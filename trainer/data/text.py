@@ -221,7 +221,7 @@ def _read_text(path: Path) -> Iterator[Document]:
         size = _size(raw)
         while piece := _read_piece(file):
             yield Document(source=f"{path}:{line}", text=piece, share=raw.tell() / size)
-            line += piece.count("\n")
+            line += piece.count("\n") + piece.count("\r") - piece.count("\r\n")
 
 
 def _read_piece(file: io.TextIOWrapper) -> str:

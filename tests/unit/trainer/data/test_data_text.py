@@ -171,6 +171,20 @@ def test_a_text_without_line_ends_is_cut_and_loses_nothing(tmp_path: Path) -> No
     assert found[-1].text == "and a line\n"
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_the_line_of_a_piece_is_told_whatever_ends_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr("trainer.data.text.PIECE_CHARS", 4)
+    (tmp_path / "a.txt").write_bytes(f"one{end}two{end}three{end}four{end}".encode())
+    config = config_for(tmp_path)
+    found = list(read_documents(find_files(config), config.field))
+    assert len(found) > 1
+    for document in found:
+        line = int(document.source.rpartition(":")[2])
+        assert document.text.startswith(("one", "two", "three", "four")[line - 1])
+
+
 @given(
     lines=st.lists(st.sampled_from(["a", "bc", "\n", "\r\n", "word " * 30]), max_size=300),
     most=st.integers(1, 400),
