@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_a_program_that_hangs_is_ended_with_what_it_has_started(
     assert failed.trouble == "ValueError: no such thing" and not failed.late
     assert worked.found == {"a": 1}
     for pid in map(int, ids.read_text().split()):  # the kernel ends what was killed in its own time
-        wait_until(lambda pid=pid: is_over(pid), 10.0)
+        wait_until(partial(is_over, pid), 10.0)
 
 
 def is_over(pid: int) -> bool:
