@@ -84,6 +84,7 @@ def test_a_clearing_up_that_fails_keeps_nobody_waiting(
 def test_nodes_are_asked_to_clear_where_some_start_of_the_run_kept_snapshots(
     paths: RunPaths,
     monkeypatch: pytest.MonkeyPatch,
+    outside_a_cluster: threading.Event,
     memory_every: int | None,
     earlier: bool,
     asks: bool,
@@ -105,6 +106,7 @@ def test_nodes_are_asked_to_clear_where_some_start_of_the_run_kept_snapshots(
     with hold_run(paths):
         assert asyncio.run(Supervisor(kept).ending(PATIENCE_S)) is not None
     assert asked == [paths] * asks
+    assert outside_a_cluster.wait(PATIENCE_S)  # else it would start Ray here, for its own actor
 
 
 def test_whoever_waits_for_the_end_keeps_no_call_for_longer_than_said(
