@@ -170,7 +170,11 @@ def test_without_a_cluster_the_output_that_is_kept_is_shown(
     assert of_nodes == [kept, missing][: len(nodes)]
 
 
-def test_records_that_are_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_that_are_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are passed over, and told of."""
     (tmp_path / "events.jsonl").write_text("no record\n")
     assert main(["logs", str(tmp_path)]) == 2
-    assert "events.jsonl" in capsys.readouterr().err
+    assert "no worker of the run" in capsys.readouterr().err
+    assert "events.jsonl:1: not JSON" in caplog.text
