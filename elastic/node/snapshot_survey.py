@@ -70,10 +70,10 @@ Cleared = Literal["none", "deleted", "left"]
 """What a node had of a run's snapshots and has no more; `left`: some could not be deleted."""
 
 
-def clear_snapshots(paths: RunPaths, *, timeout_s: float = SURVEY_TIMEOUT_S) -> dict[str, Cleared]:
+def clear_snapshots(paths: RunPaths) -> dict[str, Cleared]:
     """Deletes all snapshots of the run on all live nodes. Needs a Ray cluster. Returns what became
-    of them on the nodes that have answered within `timeout_s`."""
-    return on_every_node(_clear, str(paths.memory), timeout_s=timeout_s)
+    of them on the nodes that have answered."""
+    return on_every_node(_clear, str(paths.memory), timeout_s=SURVEY_TIMEOUT_S)
 
 
 def _take_stock(folder: str, live: frozenset[str], node: str) -> Stock:
