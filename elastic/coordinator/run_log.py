@@ -266,7 +266,11 @@ class RunLog:
             self._equal, step = equal, membership.until
             self.note(
                 events.ReplicasCompared(
-                    time=time.time(), step=step, equal=equal, generation=generation
+                    time=time.time(),
+                    step=step,
+                    equal=equal,
+                    generation=generation,
+                    replicas=max(map(len, self._digests.values())),
                 )
             )
         return equal is not False

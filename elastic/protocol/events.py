@@ -604,6 +604,9 @@ class ReplicasCompared(Event):
     """Whether they were bitwise equal: those of all shard and tensor ranks."""
     generation: int = 0
     """Generation of their roster."""
+    replicas: int = 2
+    """How many had state. One alone is equal to itself, which shows nothing. Records of former
+    versions do not say."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,7 @@ class Report:
     skipped_checkpoints: int
     """Steps of which one was due and none was written."""
     replicas_equal: bool | None
-    """Whether all comparisons found the replicas bitwise equal; None without a comparison."""
+    """Whether all comparisons found the replicas bitwise equal; None without one of at least two."""
     ledger_steps: int | None
     """Steps of the last start that were found to have taken just the samples due; None where it did
     not end well."""
@@ -175,7 +175,8 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
     ledgers = _of(events, LedgerChecked)
     speed = find_speed(events, gaps)
     timed_steps, step_parts_s = mean_parts(_of(events, StepsTimed))
-    evaluated, compared = _of(events, Evaluated), _of(events, ReplicasCompared)
+    evaluated = _of(events, Evaluated)
+    compared = [event for event in _of(events, ReplicasCompared) if event.replicas > 1]
     committed = _of(events, CheckpointCommitted)
     unsaved = {e.step for e in _of(events, CheckpointSkipped)} - {e.step for e in committed}
     return Report(

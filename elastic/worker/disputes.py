@@ -54,7 +54,11 @@ class Disputes:
         if tells if found.equal else run.position == min(found.outliers, default=0):
             self._outbox.event(
                 events.ReplicasCompared(
-                    time=time.time(), step=step, equal=found.equal, generation=run.generation
+                    time=time.time(),
+                    step=step,
+                    equal=found.equal,
+                    generation=run.generation,
+                    replicas=sum(checksum is not None for checksum in checksums),
                 )
             )
         at, before, position = self._states

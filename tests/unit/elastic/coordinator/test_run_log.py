@@ -301,8 +301,10 @@ def test_replicas_are_equal_where_all_have_shown_it(
 
 
 def compared(desk: Desk) -> list[bool]:
-    found = read_events(desk.paths.events)
-    return [e.equal for e in found if isinstance(e, events.ReplicasCompared)]
+    happened = read_events(desk.paths.events)
+    found = [e for e in happened if isinstance(e, events.ReplicasCompared)]
+    assert all(e.replicas == 2 for e in found)
+    return [e.equal for e in found]
 
 
 def test_the_last_states_are_compared_in_the_newest_roster(

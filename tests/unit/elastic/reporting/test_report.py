@@ -237,6 +237,14 @@ def test_replicas_that_differ_once_are_not_equal() -> None:
     assert build_report(compared, []).replicas_equal is False
 
 
+@pytest.mark.parametrize(("replicas", "equal"), [([1], None), ([1, 2], True), ([2, 1], True)])
+def test_one_replica_alone_is_not_compared(replicas: list[int], equal: bool | None) -> None:
+    compared: list[Event] = [
+        ReplicasCompared(time=1.0, step=i, equal=True, replicas=n) for i, n in enumerate(replicas)
+    ]
+    assert build_report(compared, []).replicas_equal is equal
+
+
 def test_nothing_at_all_still_makes_a_report() -> None:
     report = build_report([], [])
     assert (report.outcome, report.steps, report.wall_s) == ("unfinished", 0, 0.0)

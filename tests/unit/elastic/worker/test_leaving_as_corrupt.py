@@ -85,8 +85,14 @@ def test_that_states_are_equal_is_told_where_they_are_so_in_all_slots(links: Wor
     for confirmed in (False, True):
         lead.compared(10, [5, 5], confirmed)
         other.compared(10, [5, 5])
-    assert [(event.step, event.equal) for event in lead.events] == [(10, True)]
+    assert [(event.step, event.equal, event.replicas) for event in lead.events] == [(10, True, 2)]
     assert other.events == []
+
+
+def test_who_has_no_state_yet_is_not_counted_among_those_that_are_compared(links: Workers) -> None:
+    lead, _ = links(2)
+    lead.compared(10, [5, None], True)
+    assert [(event.equal, event.replicas) for event in lead.events] == [(True, 1)]
 
 
 @pytest.mark.parametrize(("confirmed", "leaves"), [(5, "w1"), (6, "w0"), (9, None)])
