@@ -6,17 +6,18 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from checkpointing.named_directory import named_directory
 from elastic.cli.arguments import count, positive
 from elastic.cli.show import human_time
 from elastic.errors import WebhookError, WebhookRefusedError
-from elastic.protocol.events import event_from_json
+from elastic.protocol.events import Event, event_from_json
 from elastic.protocol.pulse import PULSE_S, Pulse, read_pulse
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.alerts import (
@@ -30,6 +31,7 @@ from elastic.reporting.alerts import (
     find_alerts,
     plan_news,
     take_back,
+    unanswered,
 )
 from elastic.reporting.follower import Follower
 from elastic.reporting.webhook import Webhook
@@ -40,10 +42,17 @@ WEBHOOK_VARIABLE = "ELASTIC_WEBHOOK"
 LAST_WORD_S = 600.0
 """How long the webhook is tried when the run is over. Nobody looks after that."""
 
+LEAST_BOUND_S = 5.0
+"""A look may take as long as the next one is off, and so long at least: storage has its moments."""
+
+_Seen = tuple[Pulse | None, list[Event], bool]
+"""The pulse, what happened since the look before, and whether the run was begun anew."""
+
 _EPILOG = f"""\
 alerts:
   failed            the run ended with an error
-  dead              no pulse (written every {PULSE_S:g} s) for --dead seconds
+  dead              no pulse (written every {PULSE_S:g} s) for --dead seconds; or no answer from the
+                    directory so far, for --dead seconds, with --once for --interval
   stalled           no step for --stalled seconds, or 20 steps where that is longer; before the
                     first step three times as long
   restart_storm     --storm restarts within 10 minutes: workers, the coordinator, the run
@@ -78,7 +87,7 @@ def add_to(commands: Any) -> None:
         "a URL that is a secret)",
     )
     for name, default, what in (
-        ("interval", 30.0, "seconds between two looks"),
+        ("interval", 30.0, "seconds between two looks; one may take as long, and 5 at least"),
         ("stalled", 600.0, "seconds without a step that are an alert"),
         ("dead", 120.0, "seconds without a pulse that are an alert"),
     ):
@@ -102,13 +111,15 @@ def add_to(commands: Any) -> None:
 def watch_run(options: argparse.Namespace) -> int:
     """`watch`"""
     url = options.webhook or os.environ.get(WEBHOOK_VARIABLE)
-    listener = None if not url else _Listener(Webhook(url), named_directory(options.run).name)
     limits = Limits(stalled_s=options.stalled, dead_s=options.dead, storm=options.storm)
-    view = _View(RunPaths(root=options.run), limits)
+    patience_s = 0.0 if options.once else options.dead
+    view = _View(RunPaths(root=options.run), limits, patience_s)
+    listener = None if not url else _Listener(Webhook(url), view.name)
     told: Told = {}
     while True:
+        view.look(max(options.interval, LEAST_BOUND_S))
         now = time.time()
-        alerts = view.look(now)
+        alerts = view.alerts(now)
         news, told = plan_news(told, alerts, now)
         status = decide_watch_status(view.watched, alerts)
         over = view.watched.ended is not None
@@ -124,36 +135,68 @@ def watch_run(options: argparse.Namespace) -> int:
 
 
 class _View:
-    """A run as its directory shows it.
+    """A run as its directory shows it. Only threads of its own read there: a mount that hangs holds
+    whoever asks it, in the kernel.
 
     Args:
         paths: the run's.
         limits: from when on something is wrong.
-
-    Raises:
-        FileNotFoundError: it is no run's directory.
+        patience_s: how long the first look may take before that is wrong.
     """
 
-    def __init__(self, paths: RunPaths, limits: Limits) -> None:
-        if not paths.events.is_file():
-            raise FileNotFoundError(f"{paths.root} is no run's directory: it has no events.jsonl")
-        self.name = named_directory(paths.root).name
+    def __init__(self, paths: RunPaths, limits: Limits, patience_s: float) -> None:
+        self.name = Path(os.path.abspath(paths.root)).name  # by its text: no file system is asked
         self.watched = Watched()
-        self._paths, self._limits = paths, limits
+        self._paths, self._limits, self._patience_s = paths, limits, patience_s
         self._events = Follower(paths.events, event_from_json, from_start=True, kinds=KINDS)
         self._pulse: Pulse | None = None
+        self._began_s = time.monotonic()
+        self._answered = False
+        """The directory has, once."""
+        self._reading: Future[_Seen] | None = None
+        """A look that is under way."""
 
-    def look(self, now: float) -> list[Alert]:
-        """What is wrong now. Where the directory is out of reach, what was seen last stands, and
-        grows old."""
-        # The pulse first: an end that is in the records by then is seen.
-        self._pulse = read_pulse(self._paths.pulse) or self._pulse
-        happened = self._events.take()
-        if self._events.anew:
+    def look(self, bound_s: float) -> None:
+        """Sees what is there now. Where the directory is out of reach, or does not answer within
+        `bound_s`, what was seen last stands, and grows old; no other thread asks it meanwhile.
+
+        Raises:
+            FileNotFoundError: it is no run's directory.
+        """
+        if self._reading is None:
+            self._reading = Future()
+            # A daemon: this process can end while it hangs.
+            what = (self._reading,)
+            threading.Thread(target=self._read, args=what, name="look", daemon=True).start()
+        if not wait([self._reading], bound_s).done:
+            return
+        answer, self._reading = self._reading, None
+        pulse, happened, anew = answer.result()
+        self._answered = True
+        self._pulse = pulse or self._pulse
+        if anew:
             self.watched = Watched()
         for event in happened:
             self.watched.take(event)
-        return find_alerts(self.watched, self._pulse, self._limits, now)
+
+    def _read(self, answer: Future[_Seen]) -> None:
+        try:
+            if not self._answered and not self._paths.events.is_file():
+                root = self._paths.root
+                raise FileNotFoundError(f"{root} is no run's directory: it has no events.jsonl")
+            # The pulse first: an end that is in the records by then is seen.
+            pulse = read_pulse(self._paths.pulse)
+            happened = self._events.take()
+            answer.set_result((pulse, happened, self._events.anew))
+        except Exception as error:
+            answer.set_exception(error)
+
+    def alerts(self, now: float) -> list[Alert]:
+        """What is wrong at `now`, in seconds since the epoch, by what was seen last."""
+        if self._answered:
+            return find_alerts(self.watched, self._pulse, self._limits, now)
+        waited_s = time.monotonic() - self._began_s
+        return [unanswered(waited_s)] if waited_s > self._patience_s else []
 
     def to_json(self, now: float, alerts: Sequence[Alert], status: int) -> dict[str, Any]:
         ended = self.watched.ended

@@ -134,6 +134,16 @@ def find_alerts(watched: Watched, pulse: Pulse | None, limits: Limits, now: floa
     return [alert for alert in found if alert is not None]
 
 
+def unanswered(waited_s: float) -> Alert:
+    """What is wrong where the run's directory has shown nothing so far."""
+    return Alert(
+        kind="dead",
+        detail=f"its directory has not answered for {waited_s:.0f} s, and nothing was seen of it "
+        f"before: its file system hangs, or is slow. Look at its mount; a slow one needs a longer "
+        f"--dead, or --interval with --once",
+    )
+
+
 def _failed(ended: events.RunEnded) -> Alert:
     first, *_ = (ended.error or "no error is recorded").splitlines()
     useless = decide_status_of(ended.cause) != FAILED

@@ -30,6 +30,7 @@ from tests.support import ROOT
 from tests.support.watching import wait_until
 
 SECRET = "T0KEN"
+PATIENCE_S = 60.0
 
 
 class Directory:
@@ -69,6 +70,16 @@ class Directory:
         self.log.append(
             events.RunEnded(time=time.time(), step=12, outcome=outcome, error=error, cause=cause)
         )
+
+    def hang(self) -> None:
+        """Whoever reads the pulse from now on hangs: here in a pipe that nobody writes to."""
+        part = self.paths.root / "part"
+        os.mkfifo(part)
+        os.replace(part, self.paths.pulse)
+
+    def answer(self) -> None:
+        """Whoever hangs is let go, with nothing. Waits for the first of them."""
+        os.close(os.open(self.paths.pulse, os.O_WRONLY))
 
 
 @pytest.fixture
@@ -288,19 +299,74 @@ def test_a_watch_follows_the_run_from_death_to_life_to_its_end(
     assert len(hook.taken) == 3
 
 
+def test_one_look_at_a_directory_that_hangs_says_so_and_ends(
+    run: Directory, listeners: list[Listener]
+) -> None:
+    """A job of cron must not pile up."""
+    hook = listener(listeners)
+    run.hang()
+    program = (
+        "import sys; from elastic.cli import main, watch; watch.LEAST_BOUND_S = 0.01\n"
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "watch", str(run.paths.root)]
+    done = subprocess.run(
+        [*command, "--once", "--interval", "0.6"],
+        cwd=ROOT,
+        env={**os.environ, WEBHOOK_VARIABLE: hook.url},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "llama: dead: its directory has not answered for " in done.stdout
+    assert [told["kind"] for told in hook.taken] == ["dead"]
+
+
+def test_where_the_directory_hangs_what_was_seen_grows_old_and_one_thread_waits(
+    run: Directory,
+) -> None:
+    limits = Limits(stalled_s=600.0, dead_s=60.0, storm=5)
+    view, late = watch._View(run.paths, limits, 60.0), watch._View(run.paths, limits, 60.0)
+
+    def kinds(of: watch._View, after_s: float = 0.0) -> list[str]:
+        return [alert.kind for alert in of.alerts(time.time() + after_s)]
+
+    run.beat()
+    view.look(PATIENCE_S)
+    assert kinds(view) == []
+    run.hang()
+    for _ in range(3):
+        view.look(0.01)
+    assert [thread.name for thread in threading.enumerate()].count("look") == 1
+    assert (kinds(view), kinds(view, after_s=61.0)) == ([], ["dead"])
+    run.answer()
+    view.look(PATIENCE_S)
+    assert kinds(view, after_s=61.0) == ["dead"], "nothing was there"
+    run.beat(time=time.time() + 61.0)
+    view.look(PATIENCE_S)
+    assert kinds(view, after_s=61.0) == []
+    run.hang()
+    late.look(0.01)
+    assert kinds(late) == [], "it may yet answer"
+    run.answer()
+
+
 def test_a_run_that_is_begun_anew_is_seen_to_its_end(
     run: Directory,
 ) -> None:
     """By `resume="never"`, which sets the earlier one aside; its records are longer."""
     run.end("failed", USER_ERROR)
-    view = watch._View(run.paths, Limits(stalled_s=600.0, dead_s=60.0, storm=5))
-    assert [alert.kind for alert in view.look(time.time())] == ["failed"]
+    view = watch._View(run.paths, Limits(stalled_s=600.0, dead_s=60.0, storm=5), 60.0)
+    view.look(PATIENCE_S)
+    assert [alert.kind for alert in view.alerts(time.time())] == ["failed"]
     run.log.close()
     run.paths.set_aside()
     run.log = Directory(run.paths.root).log
-    assert view.look(time.time()) == [] and view.watched.ended is None
+    view.look(PATIENCE_S)
+    assert view.alerts(time.time()) == [] and view.watched.ended is None
     run.end("finished")
-    view.look(time.time())
+    view.look(PATIENCE_S)
     ended = view.watched.ended
     assert ended is not None and ended.outcome == "finished"
 
