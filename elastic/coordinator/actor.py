@@ -272,8 +272,8 @@ class Coordinator(CoordinatorApi):
             self._records,
             self._arrivals.until_here,
         )
-        # A thread of its own: providers take minutes.
-        of_pulses = Aside(self._membership, self._dispatcher, threads=1)
+        # Threads of its own: providers take minutes.
+        of_pulses = Aside(self._membership, self._dispatcher, threads=2)
         self._pulses = Pulses(config, self._membership, self._workers, self._records, of_pulses)
         self._standstill = self._watch_for_standstill(evidence)
         self._slow_watch = SlowWatch(

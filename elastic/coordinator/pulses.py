@@ -4,7 +4,8 @@
                                                           └─► pulse.json (`protocol/pulse.py`)
 
 No step waits for it, and where it fails the run goes on: then the pulse stands still, and whoever
-watches the run (`elastic watch`) says so. The run's end waits a moment, for the last one.
+watches the run (`elastic watch`) says so. The gauges do not wait for the file, whose storage may
+hang. The run's end waits a moment, for the last one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Pulses:
         membership: knows who is there.
         workers: know what is used up of the budgets.
         records: tell what happens.
-        aside: where all this is done.
+        aside: where all this is done, with a thread for the gauges and one for the file.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Pulses:
         self._begun = False
         self._ended = asyncio.Event()
         self._spareless_since: float | None = None
+        self._writing: asyncio.Future[None] | None = None
+        """The file, on its way."""
         records.followers.append(self._meter.take)
 
     def replay(self, happened: Iterable[events.Event]) -> None:
@@ -94,16 +97,23 @@ class Pulses:
         try:
             while goes_on:
                 goes_on = await self._aside.goes_on_for(PULSE_S)  # once more when the run is over
-                await self._pulse_once()
+                await self._pulse_once(last=not goes_on)
         finally:
             self._ended.set()
 
-    async def _pulse_once(self) -> None:
+    async def _pulse_once(self, *, last: bool) -> None:
         now = time.time()
         standing = self._standing()
         steps = self._membership.progress.recorded
         samples = list(self._meter.samples(now, steps, standing))
-        await self._aside.on_thread(self._tell, self._pulse(now, standing), samples)
+        pulse = self._pulse(now, standing)
+        await self._aside.on_thread(self._set, samples)
+        if last and self._writing is not None:
+            await self._writing
+        if self._writing is None or self._writing.done():
+            self._writing = self._aside.on_thread(self._write, pulse)
+        if last:
+            await self._writing
 
     def _standing(self) -> Standing:
         progress, most = self._membership.progress, self._config.health
@@ -136,10 +146,12 @@ class Pulses:
             spent=standing.spent,
         )
 
-    def _tell(self, pulse: Pulse, samples: Sequence[Sample]) -> None:
+    def _set(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             what = METRICS[sample.name].help
             self._gauges.set(sample.name, sample.value, sample.tags, what)
+
+    def _write(self, pulse: Pulse) -> None:
         try:
             write_pulse(self._config.paths.pulse, pulse)
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from elastic.coordinator import pulses
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.pulses import Pulses
 from elastic.protocol.causes import CRASH
-from elastic.protocol.pulse import Pulse, read_pulse
+from elastic.protocol.pulse import Pulse, read_pulse, write_pulse
 from tests.support.coordinator_desk import CoordinatorDesk
 
 PATIENCE_S = 10.0
@@ -86,6 +87,7 @@ def test_a_run_tells_of_its_spares_and_of_what_is_used_up(tmp_path: Path) -> Non
         before = time.time()
         await desk.workers.lose("d", CRASH, "killed")
         await desk.until(lambda: desk.gauge("elastic_spares") == 0)
+        await desk.until(lambda: (desk.pulse() or whole).spares == 0)
         first = desk.pulse()
         assert first is not None and first.spareless_since is not None
         assert before <= first.spareless_since <= time.time()
@@ -128,6 +130,37 @@ def test_a_directory_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> N
         first = desk.gauge("elastic_heartbeat_timestamp_seconds")
         await desk.until(lambda: desk.gauge("elastic_heartbeat_timestamp_seconds") != first)
         assert desk.membership.stopped is None
+
+    desk.run(story)
+
+
+def test_a_storage_that_hangs_holds_up_the_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, begun, beats = threading.Event(), list[Pulse](), set[float | None]()
+
+    def hang(path: Path, pulse: Pulse) -> None:
+        begun.append(pulse)
+        answers.wait(PATIENCE_S)
+        write_pulse(path, pulse)
+
+    def has_gone_on() -> bool:
+        beats.add(desk.gauge("elastic_heartbeat_timestamp_seconds"))
+        return len(beats) > 3
+
+    monkeypatch.setattr(pulses, "write_pulse", hang)
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.until(lambda: bool(begun))
+        await desk.until(has_gone_on)
+        desk.membership.stop("enough")
+        await desk.dispatcher.tell()
+        await desk.until(lambda: desk.gauge("elastic_over") == 1)
+        assert len(begun) == 1, "it takes one thread"
+        answers.set()
+        await desk.pulses.finish()
+        assert len(begun) == 2 and desk.pulse() == begun[1], "the last one is written, too"
 
     desk.run(story)
 
