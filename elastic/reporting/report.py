@@ -132,7 +132,7 @@ class Report:
     skipped_checkpoints: int
     """Steps of which one was due and none was written."""
     replicas_equal: bool | None
-    """Whether all comparisons found the replicas bitwise equal; None without one of at least two."""
+    """Whether all comparisons found the replicas bitwise equal; None without one of two or more."""
     ledger_steps: int | None
     """Steps of the last start that were found to have taken just the samples due; None where it did
     not end well."""
