@@ -39,9 +39,9 @@ class Outcome:
     """What became of a program."""
 
     found: Mapping[str, Any]
-    """The object on its last line; empty where none came."""
+    """The last object that it printed, also where it failed after that; empty where none came."""
     trouble: str = ""
-    """Why none came."""
+    """Why it did not end well with an object; empty where it did."""
     late: bool = False
     """It was not done in time."""
 
@@ -64,12 +64,12 @@ def run_programs(programs: Sequence[Program], bound_s: float) -> list[Outcome]:
 
 
 def _start(program: Program, file: Path) -> subprocess.Popen[bytes]:
-    with file.open("wb") as out:
+    with file.open("wb") as out, _errors_of(file).open("wb") as errors:
         return subprocess.Popen(
             [sys.executable, "-m", program.module, *program.arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
-            stderr=subprocess.STDOUT,
+            stderr=errors,
             env={**os.environ, **program.variables},
             start_new_session=True,
         )
@@ -82,12 +82,29 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_END_S)
 
 
+def _errors_of(file: Path) -> Path:
+    """Where a program's stderr goes, apart from its stdout: libraries warn at any time."""
+    return file.with_suffix(".errors")
+
+
 def _outcome(program: Program, file: Path, code: int | None, bound_s: float) -> Outcome:
-    lines = file.read_text(errors="replace").strip().splitlines() or [""]
-    if code == 0:
-        with contextlib.suppress(ValueError):
-            return Outcome(found=json.loads(lines[-1]))
-    said = lines[-1].strip()[:_MOST_WORDS]
+    lines, errors = _lines(file), _lines(_errors_of(file))
+    found = next(filter(None, map(_object, reversed(lines))), {})
     if code is None:
-        return Outcome(found={}, trouble=f"no answer in {bound_s:g} s", late=True)
-    return Outcome(found={}, trouble=said or f"{program.module} ended with status {code}")
+        return Outcome(found=found, trouble=f"no answer in {bound_s:g} s", late=True)
+    if code == 0 and found:
+        return Outcome(found=found)
+    said = (errors or lines or [""])[-1].strip()[:_MOST_WORDS]
+    return Outcome(found=found, trouble=said or f"{program.module} ended with status {code}")
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(errors="replace").strip().splitlines()
+
+
+def _object(line: str) -> dict[str, Any]:
+    """The JSON object that a line is; empty where it is none, as libraries log there, too."""
+    with contextlib.suppress(ValueError):
+        if isinstance(said := json.loads(line), dict):
+            return said
+    return {}

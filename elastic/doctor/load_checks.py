@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -150,9 +150,7 @@ def ranks(store: str, devices: list[str], first: int, size: int) -> list[Program
 def judge_all_reduce(outcomes: Mapping[str, Outcome], instance: str) -> Finding:
     """As `check_all_reduce`, of a type of machine."""
     check = "all-reduce in the node"
-    if (failed := _judge_failed(check, outcomes)) is not None:
-        return failed
-    wrong = sum(int(one.found["wrong"]) for one in outcomes.values())
+    wrong = count_wrong(outcomes.values())
     if wrong:
         return Finding(
             check=check,
@@ -161,6 +159,8 @@ def judge_all_reduce(outcomes: Mapping[str, Outcome], instance: str) -> Finding:
             meaning="what goes between the devices arrives as something else",
             fix="Replace the machine",
         )
+    if (failed := _judge_failed(check, outcomes)) is not None:
+        return failed
     bus, least = (
         min(one.found["bus"] for one in outcomes.values()),
         LEAST_BUS_BYTES_PER_S.get(instance[:2], 0.0),
@@ -176,6 +176,12 @@ def judge_all_reduce(outcomes: Mapping[str, Outcome], instance: str) -> Finding:
         fix="Look at NVLink (nvidia-smi nvlink -s: all links up; nvidia-smi topo -m), and whether "
         "nvidia-fabricmanager runs",
     )
+
+
+def count_wrong(outcomes: Iterable[Outcome]) -> int:
+    """Sums that came out wrong, of all ranks that have told theirs: one that fails afterwards does
+    not take back what it has seen."""
+    return sum(int(one.found.get("wrong", 0)) for one in outcomes)
 
 
 def _judge_failed(check: str, outcomes: Mapping[str, Outcome]) -> Finding | None:

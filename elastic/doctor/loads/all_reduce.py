@@ -96,5 +96,6 @@ if __name__ == "__main__":
         timeout=timedelta(seconds=_CARRY_S[options.device.type]),
     )
     print(json.dumps(measure(options.rank, options.size, options.device)), flush=True)
-    dist.barrier()  # a rank that is done may not close what the others still read
+    # A rank that is done may not close what the others still read. Without its device torch warns.
+    dist.barrier(device_ids=[options.device.index] if options.device.type == "cuda" else None)
     os._exit(0)

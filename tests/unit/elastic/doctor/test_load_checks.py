@@ -116,6 +116,10 @@ def test_a_wrong_sum_isolates() -> None:
     slow = {**well, "rank 3": found(wrong=0, bus=450e9)}
     assert judge_all_reduce(slow, "p5.48xlarge").severity == "MONITOR"
     assert judge_all_reduce(slow, "p4d.24xlarge").severity == "OK"
+    gone = Outcome(found={}, trouble="connection reset by peer")
+    assert judge_all_reduce({**well, "rank 2": gone}, "p5.48xlarge").severity == "RESET"
+    proof = judge_all_reduce({**ill, "rank 2": gone}, "p5.48xlarge")
+    assert (proof.severity, proof.result) == ("ISOLATE", "1 wrong sums")
 
 
 def test_a_slow_link_to_the_host() -> None:
@@ -149,6 +153,30 @@ def test_a_program_that_hangs_is_ended_with_what_it_has_started(
     assert worked.found == {"a": 1}
     for pid in map(int, ids.read_text().split()):  # the kernel ends what was killed in its own time
         wait_until(partial(is_over, pid), 10.0)
+
+
+def test_what_libraries_say_is_not_taken_for_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = "print('{\"a\": 1}')\n"
+    warns = "import warnings; warnings.warn('which device?')\n"
+    logs = "print('node:1:1 [0] NCCL INFO comm destroyed'); print('7')\n"
+    programs = {
+        "noisy": result + warns + logs,
+        "no_object": "print('7')",
+        "fails_later": result + logs + warns + "raise ValueError('lost a peer')",
+        "says_why": "print('no such device'); raise SystemExit(1)",
+    }
+    for name, text in programs.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    outcomes = run_programs([Program(module=name) for name in programs], 30.0)
+    assert [(one.found, one.trouble) for one in outcomes] == [
+        ({"a": 1}, ""),
+        ({}, "7"),
+        ({"a": 1}, "ValueError: lost a peer"),
+        ({}, "no such device"),
+    ]
 
 
 def is_over(pid: int) -> bool:
