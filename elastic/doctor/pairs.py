@@ -3,7 +3,7 @@
 A machine that is slow makes its partner look slow. So everybody is tried with several others, the
 slow ones with the fast ones, and its best round counts: whoever is slow with everybody is slow
 itself. About log2 N rounds do, for the partners of a bad machine are cleared by others. All pairs
-of a round run at once.
+of a round run at once. Sums that are wrong are not slowness: no better round makes up for them.
 
 Source: DLRover's check of nodes in two rounds; here the rounds grow with the cluster, so that
 several bad machines are told apart.
@@ -37,6 +37,8 @@ class Measured:
     """Of the bus in an all-reduce; 0 where it failed."""
     trouble: str = ""
     """Why it failed."""
+    wrong: int = 0
+    """Sums that came out wrong, whatever their speed."""
 
 
 def count_rounds(machines: int) -> int:
@@ -106,6 +108,9 @@ def _of_machine(
     machine: str, best: float, usual: float, measured: Sequence[Measured], bad: bool
 ) -> Finding:
     rounds = [one for one in measured if machine in one.pair]
+    falsified = [one for one in rounds if one.wrong]
+    if len(falsified) > 1 or (falsified and not bad):
+        return _of_wrong(machine, falsified, len(rounds))
     result = f"bus {best / 1e9:.3g} GB/s, the best of {len(rounds)} rounds"
     if bad:
         return Finding(
@@ -136,6 +141,24 @@ def _of_machine(
             "with more machines to learn which it is",
         )
     return Finding(check=CHECK, node=machine, result=result)
+
+
+def _of_wrong(machine: str, falsified: Sequence[Measured], rounds: int) -> Finding:
+    """Of a machine that had wrong sums in one round or more: no other round takes that back."""
+    partners = ", ".join(m for one in falsified for m in one.pair if m != machine)
+    wrong, again = sum(one.wrong for one in falsified), len(falsified) > 1
+    return Finding(
+        check=CHECK,
+        node=machine,
+        result=f"{wrong} wrong sums, in {len(falsified)} of {rounds} rounds, with {partners}",
+        severity="ISOLATE" if again else "RESET",
+        meaning="what goes between the machines arrives as something else"
+        + ("" if again else "; it, its partner, or the way between them"),
+        fix="Replace the machine"
+        if again
+        else "Replace its partner where that one is to be isolated; else `elastic doctor --full` "
+        "on both, and try with more machines to learn which it is",
+    )
 
 
 def _of_ways(

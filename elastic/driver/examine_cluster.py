@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from elastic.coordinator.listening import host_store
 from elastic.doctor.bounded import run_programs
 from elastic.doctor.finding import Finding
-from elastic.doctor.load_checks import devices_of, ranks
+from elastic.doctor.load_checks import count_wrong, devices_of, ranks
 from elastic.doctor.machine import machine_with
 from elastic.doctor.pairs import Measured, Pair, count_rounds, judge_pairs, plan_round
 from elastic.doctor.run import run_checks, run_full
@@ -27,8 +27,8 @@ _START_S = 30.0
 """What Ray may take to start a process on a node, beside what that does."""
 
 
-Answer = tuple[float, str]
-"""Of a machine in a pair: bytes per second, and what went wrong."""
+Answer = tuple[float, str, int]
+"""Of a machine in a pair: bytes per second, why it failed, and how many sums were wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +196,12 @@ def _run_round(
 
 
 def take_part(store: str, devices: list[str], first: int, size: int) -> Answer:
-    """Runs on each machine of a pair. Returns the bytes per second, and what went wrong."""
+    """Runs on each machine of a pair."""
     outcomes = run_programs(ranks(store, devices, first, size), _PAIR_BOUND_S)
-    troubles = [one.trouble for one in outcomes if one.trouble]
-    if troubles:
-        return 0.0, troubles[0]
-    if wrong := sum(int(one.found["wrong"]) for one in outcomes):
-        return 0.0, f"{wrong} wrong sums"
-    return min(float(one.found["bus"]) for one in outcomes), ""
+    wrong = count_wrong(outcomes)
+    if trouble := next((one.trouble for one in outcomes if one.trouble), ""):
+        return 0.0, trouble, wrong
+    return min(float(one.found["bus"]) for one in outcomes), "", wrong
 
 
 def measure(pairs: Sequence[Pair], answers: Mapping[str, Answer | Failed]) -> list[Measured]:
@@ -213,7 +211,8 @@ def measure(pairs: Sequence[Pair], answers: Mapping[str, Answer | Failed]) -> li
     for pair in pairs:
         told = [one for one in map(answers.__getitem__, pair) if not isinstance(one, Failed)]
         if len(told) == len(pair):
-            trouble = next((trouble for _, trouble in told if trouble), "")
-            speed = 0.0 if trouble else min(speed for speed, _ in told)
-            found.append(Measured(pair=pair, bytes_per_s=speed, trouble=trouble))
+            speeds, troubles, wrong = zip(*told, strict=True)
+            trouble = next(filter(None, troubles), "")
+            speed = 0.0 if trouble else min(speeds)
+            found.append(Measured(pair=pair, bytes_per_s=speed, trouble=trouble, wrong=sum(wrong)))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
@@ -97,3 +98,46 @@ def test_a_bad_way_between_two_good_machines(share: float, severity: str) -> Non
         return Measured(pair=pair, bytes_per_s=share * USUAL, trouble="" if share else "lost")
 
     assert ills(run(machines, try_pair)) == {" - ".join(first): severity}
+
+
+def falsifies(bad: str, rounds: int) -> Callable[[Pair], Measured]:
+    """In its first rounds one machine gets a sum wrong; its speed tells nothing."""
+    well, left = speeds({}, random.Random(0)), [rounds]
+
+    def try_pair(pair: Pair) -> Measured:
+        if bad not in pair or not left[0]:
+            return well(pair)
+        left[0] -= 1
+        return replace(well(pair), wrong=2)
+
+    return try_pair
+
+
+def test_wrong_sums_in_one_round_are_told_of_both() -> None:
+    measured = run(cluster(8), falsifies("m3", 1))
+    (false,) = [one for one in measured if one.wrong]
+    assert ills(measured) == dict.fromkeys(false.pair, "RESET")
+    found = {one.node: one for one in judge_pairs(measured)}
+    partner = next(machine for machine in false.pair if machine != "m3")
+    assert found["m3"].result == f"2 wrong sums, in 1 of 3 rounds, with {partner}"
+
+
+@pytest.mark.parametrize("count", [3, 8, 9])
+def test_wrong_sums_in_two_rounds_isolate(count: int) -> None:
+    measured = run(cluster(count), falsifies("m1", 2))
+    partners = {m for one in measured if one.wrong for m in one.pair} - {"m1"}
+    assert len(partners) == 2
+    assert ills(measured) == {"m1": "ISOLATE", **dict.fromkeys(partners, "RESET")}
+
+
+def test_wrong_sums_of_two_machines() -> None:
+    false = Measured(pair=("m0", "m1"), bytes_per_s=USUAL, wrong=1)
+    assert ills([false]) == {"m0": "RESET", "m1": "RESET"}
+
+
+def test_a_machine_that_fails_with_everybody_stays_isolated() -> None:
+    well = speeds({"m0": 0.0}, random.Random(0))
+    measured = run(cluster(4), well)
+    first = next(place for place, one in enumerate(measured) if "m0" in one.pair)
+    measured[first] = replace(measured[first], wrong=1)
+    assert ills(measured)["m0"] == "ISOLATE"

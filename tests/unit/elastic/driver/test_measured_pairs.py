@@ -8,11 +8,11 @@ from elastic.driver.examine_cluster import measure, plan_devices, plan_parts
 from elastic.ray_compat.cluster import Failed
 
 BUSY = Failed(why="no answer in 150 s")
-WELL = (1e10, "")
+WELL = (1e10, "", 0)
 
 
 def test_a_machine_whose_gpus_were_in_use_is_not_to_be_replaced() -> None:
-    waits = (0.0, "no answer in 120 s")
+    waits = (0.0, "no answer in 120 s", 0)
     measured = [
         *measure([("a", "busy"), ("b", "c")], {"a": waits, "busy": BUSY, "b": WELL, "c": WELL}),
         *measure([("a", "b")], {"a": WELL, "b": WELL}),
@@ -22,10 +22,18 @@ def test_a_machine_whose_gpus_were_in_use_is_not_to_be_replaced() -> None:
 
 
 def test_a_pair_is_as_fast_as_its_slower_machine_and_fails_with_either() -> None:
-    answers = {"a": (2e9, ""), "b": (1e9, ""), "c": (0.0, "3 wrong sums"), "d": WELL}
+    answers = {"a": (2e9, "", 0), "b": (1e9, "", 0), "c": (0.0, "lost", 0), "d": WELL}
     assert measure([("a", "b"), ("c", "d")], answers) == [
         Measured(pair=("a", "b"), bytes_per_s=1e9),
-        Measured(pair=("c", "d"), trouble="3 wrong sums"),
+        Measured(pair=("c", "d"), trouble="lost"),
+    ]
+
+
+def test_wrong_sums_are_neither_slowness_nor_a_failure() -> None:
+    answers = {"a": (2e9, "", 3), "b": (1e9, "", 1), "c": (0.0, "lost", 2), "d": WELL}
+    assert measure([("a", "b"), ("c", "d")], answers) == [
+        Measured(pair=("a", "b"), bytes_per_s=1e9, wrong=4),
+        Measured(pair=("c", "d"), trouble="lost", wrong=2),
     ]
 
 
