@@ -9,6 +9,7 @@ from pathlib import Path
 
 from elastic.doctor.finding import Finding
 from elastic.doctor.gpu_checks import count_gpus
+from elastic.doctor.loads.disk import nearest_there
 from elastic.doctor.machine import Machine
 from health.kernel_log import open_kernel_log
 from health.signatures import find_signs
@@ -118,26 +119,38 @@ def check_clock(machine: Machine) -> Finding:
 
 def check_disks(machine: Machine) -> Finding:
     """Whether there is room where runs write."""
-    return judge_disks([(folder, *_space(folder)) for folder in machine.folders])
+    spaces: list[tuple[str, int, int]] = []
+    unknown: list[str] = []
+    for folder in machine.folders:
+        try:
+            there = nearest_there(folder)
+            name = str(folder) if there == folder else f"{folder} (not there yet, in {there})"
+            spaces.append((name, *_space(there)))
+        except OSError as error:  # of the others it tells nothing
+            unknown.append(f"{folder}: {type(error).__name__}: {error.strerror}")
+    return judge_disks(spaces, unknown)
 
 
-def judge_disks(spaces: Sequence[tuple[Path, int, int]]) -> Finding:
-    """As `check_disks`. `spaces`: folder, free bytes, all bytes."""
+def judge_disks(spaces: Sequence[tuple[str, int, int]], unknown: Sequence[str] = ()) -> Finding:
+    """As `check_disks`. `spaces`: folder, free bytes, all bytes. `unknown`: folders of which nobody
+    can tell, and why."""
     lines = [f"{folder} {free / 1e9:.3g} of {size / 1e9:.3g} GB" for folder, free, size in spaces]
     full = [
-        str(folder)
+        folder
         for folder, free, size in spaces
         if free < max(LEAST_FREE_BYTES, LEAST_FREE_SHARE * size)
     ]
-    result = f"free: {', '.join(lines)}"
-    if not full:
+    result = "; ".join([*([f"free: {', '.join(lines)}"] if lines else []), *unknown])
+    if not full and not unknown:
         return Finding(check="disks", result=result)
+    room = [f"Free space in {', '.join(full)}: at least a tenth and 500 MB"] if full else []
+    look = ["Look at the mount (mount, df -h) and its rights"] if unknown else []
     return Finding(
         check="disks",
         result=result,
         severity="MONITOR",
         meaning="checkpoints and Ray's logs and objects need room there",
-        fix=f"Free space in {', '.join(full)}: at least a tenth and 500 MB",
+        fix="; ".join([*room, *look]),
     )
 
 

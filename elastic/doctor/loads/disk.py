@@ -1,4 +1,5 @@
-"""Writes a file, has the disk keep it, and reads it back from there.
+"""Writes a file, has the disk keep it, and reads it back from there. Where the folder is not there
+yet, in the nearest above it.
 
 python -m elastic.doctor.loads.disk FOLDER
 """
@@ -15,6 +16,19 @@ from pathlib import Path
 
 SIZE_BYTES = 64 << 20
 _CHUNK_BYTES = 4 << 20
+
+
+def nearest_there(folder: Path) -> Path:
+    """A folder, or the nearest above it that is there: a run makes the rest.
+
+    Raises:
+        OSError: it cannot be reached.
+    """
+    try:
+        folder.stat()
+    except FileNotFoundError:
+        return nearest_there(folder.absolute().parent)
+    return folder
 
 
 def measure(folder: Path, size_bytes: int = SIZE_BYTES) -> dict[str, float]:
@@ -41,4 +55,4 @@ def measure(folder: Path, size_bytes: int = SIZE_BYTES) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(Path(sys.argv[1]))))
+    print(json.dumps(measure(nearest_there(Path(sys.argv[1])))))

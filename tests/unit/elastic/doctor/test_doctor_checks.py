@@ -267,7 +267,7 @@ def test_the_kernel_tells_of_its_clock() -> None:
 
 
 def test_disks() -> None:
-    whole, full = Path("/data"), Path("/tmp")
+    whole, full = "/data", "/tmp"
     room = (whole, 100 * 10**9, 10**12)
     assert judge_disks([room]).severity == "OK"
     assert judge_disks([room]).result == "free: /data 100 of 1e+03 GB"
@@ -319,10 +319,21 @@ def test_ports_and_files(ports: int, files: int | None, severity: str) -> None:
     assert judge_ports(ports, files).severity == severity
 
 
-def test_a_folder_that_is_not_there_is_a_check_that_failed(root: Path) -> None:
-    machine = replace(look_at(root), folders=(root / "missing",))
+def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(root: Path) -> None:
+    missing = root / "runs/first"
+    (found,) = run_checks(replace(look_at(root), folders=(missing,)), {"disks": CHECKS["disks"]})
+    (above,) = run_checks(replace(look_at(root), folders=(root,)), {"disks": CHECKS["disks"]})
+    assert (found.severity, found.fix == "") == (above.severity, above.fix == "")
+    assert found.result.startswith(f"free: {missing} (not there yet, in {root}) ")
+
+
+def test_a_folder_that_is_out_of_reach_hides_no_other(root: Path) -> None:
+    file = write(root / "file", "")
+    machine = replace(look_at(root), folders=(file / "runs", Path("/dev/shm")))
     (found,) = run_checks(machine, {"disks": CHECKS["disks"]})
-    assert found.severity == "MONITOR" and found.result.startswith("FileNotFoundError")
+    assert found.result.startswith("free: /dev/shm ")
+    assert found.result.endswith(f"; {file}/runs: NotADirectoryError: Not a directory")
+    assert found.severity == "MONITOR" and "Look at the mount" in found.fix
 
 
 def test_a_check_that_hangs_holds_up_nobody(root: Path) -> None:

@@ -104,8 +104,12 @@ def test_a_slow_store_is_told_of() -> None:
 def test_folders(tmp_path: Path) -> None:
     finding = check_folders(this_machine({}, (tmp_path,)))
     assert finding.result.startswith(f"{tmp_path}: write ") and list(tmp_path.iterdir()) == []
-    finding = check_folders(this_machine({}, (tmp_path / "missing",)))
-    assert finding.severity == "RESET" and "No such file" in finding.result
+    missing = tmp_path / "not/yet"
+    finding = check_folders(this_machine({}, (missing,)))
+    assert finding.result.startswith(f"{missing}: write ") and list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    finding = check_folders(this_machine({}, (tmp_path / "file",)))
+    assert finding.severity == "RESET" and "Not a directory" in finding.result
 
 
 def test_a_disk_that_brings_back_something_else(tmp_path: Path) -> None:
