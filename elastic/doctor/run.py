@@ -62,7 +62,7 @@ def run_checks(
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     done = dict(found)
-    return [done.get(name) or _failed(name, f"no answer in {bound_s:g} s") for name in checks]
+    return [done.get(name) or failed(name, f"no answer in {bound_s:g} s") for name in checks]
 
 
 def run_full(machine: Machine, stores: tuple[str, ...] = ()) -> list[Finding]:
@@ -86,10 +86,11 @@ def try_check(name: str, check: Check, machine: Machine) -> Finding:
     try:
         return check(machine)
     except Exception as error:
-        return _failed(name, f"{type(error).__name__}: {error}")
+        return failed(name, f"{type(error).__name__}: {error}")
 
 
-def _failed(name: str, what: str) -> Finding:
+def failed(name: str, what: str) -> Finding:
+    """What is told of a check that could not be done. `what`: has come of it instead."""
     return Finding(
         check=name,
         result=what,

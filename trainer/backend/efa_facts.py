@@ -1,10 +1,12 @@
 """What an AWS machine says of its EFA devices and of the libraries that drive them.
 
-Reads files alone: no network, no program, no library is loaded. Imports without torch.
+Reads files alone: no network, no program, no library is loaded. Imports without torch. What may not
+be read is not known, as what is not there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 import sys
@@ -89,7 +91,7 @@ def version_in(text: str, before: str = "") -> Version | None:
 
 
 def _devices(folder: Path) -> Iterator[str]:
-    for device in sorted(folder.glob("*")):
+    for device in sorted(_files(folder, "*")):
         vendor, kind = _text(device / "device/vendor"), _text(device / "device/device")
         if vendor == _AMAZON and kind.startswith("0xefa"):
             yield device.name
@@ -105,14 +107,19 @@ def _libfabric(root: Path) -> Version | None:
 
 def _plugin_version(library: Path) -> Version | None:
     """What the plugin says of itself in NCCL's log stands in its library."""
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with (
+        contextlib.suppress(OSError),
+        library.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
         found = re.search(rb"aws-ofi-nccl \d+(\.\d+)+", data)
         return None if found is None else version_in(found[0].decode())
+    return None
 
 
 def _nccl(root: Path, packages: Sequence[str]) -> Version | None:
-    wheels = (p for folder in packages for p in Path(folder).glob("nvidia_nccl_cu*.dist-info"))
-    libraries = (p for folder in _NCCL_FOLDERS for p in (root / folder).glob("libnccl.so.2.*"))
+    wheels = (p for folder in packages for p in _files(Path(folder), "nvidia_nccl_cu*.dist-info"))
+    libraries = (p for folder in _NCCL_FOLDERS for p in _files(root / folder, "libnccl.so.2.*"))
     for places, before in ((wheels, r"nvidia_nccl_cu\d+-"), (libraries, r"libnccl\.so\.")):
         for place in places:
             return version_in(place.name, before)
@@ -120,7 +127,21 @@ def _nccl(root: Path, packages: Sequence[str]) -> Version | None:
 
 
 def _first(places: Iterator[Path]) -> Path | None:
-    return next((place for place in places if place.is_file() and place.stat().st_size), None)
+    return next(filter(_holds_something, places), None)
+
+
+def _holds_something(file: Path) -> bool:
+    try:
+        return file.is_file() and file.stat().st_size > 0
+    except OSError:
+        return False
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return list(folder.glob(pattern))
+    except OSError:
+        return []
 
 
 def _text(file: Path) -> str:

@@ -4,7 +4,10 @@ a program in them."""
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -408,6 +411,39 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert status == EXIT_STATUS[worst_severity(one["severity"] for one in found)]
     (disks,) = [one for one in found if one["check"] == "disks"]
     assert str(tmp_path) in disks["result"]
+
+
+@pytest.mark.parametrize("full", [[], ["--full"]])
+def test_a_disk_that_takes_nothing_is_a_finding_and_no_end(full: list[str]) -> None:
+    """RLIMIT_FSIZE stands for the disk; it binds root, too. The loads have no place to meet."""
+    command = [sys.executable, "-m", "elastic.cli.main", "doctor", "--json", *full]
+    done = subprocess.run(
+        command,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        env={**os.environ, "TMPDIR": "/dev/shm"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = {one["check"]: one for one in json.loads(done.stdout)}
+    assert done.returncode == EXIT_STATUS[worst_severity(o["severity"] for o in found.values())]
+    assert found["disks"]["result"].startswith("free: /dev/shm ")
+    for load in ("matrix burn", "disk speed") if full else ():
+        assert found[load]["severity"] == "MONITOR"
+        assert "No usable temporary directory" in found[load]["result"]
+
+
+def test_the_folder_of_temporary_files_is_that_of_tempfile(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    for setting, folder in (
+        ({}, "/tmp"),
+        ({"TMP": "/b"}, "/b"),
+        ({"TMPDIR": "/dev/shm"}, "/dev/shm"),
+    ):
+        for name, value in setting.items():
+            monkeypatch.setenv(name, value)
+        assert machine_with([])[0].folders == (Path(folder),)
 
 
 def test_of_a_cluster_no_environment_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

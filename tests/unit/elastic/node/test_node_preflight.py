@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from queue import Queue
+
 import pytest
 
 from elastic.doctor.finding import Finding
 from elastic.doctor.machine import Machine
 from elastic.doctor.run import CHECKS
 from elastic.node import preflight
-from elastic.node.preflight import LOADED_BOUND_S, LOADS, check_under_load
+from elastic.node.preflight import LOADED_BOUND_S, LOADS, check_under_load, start_preflight
 
 
 def test_loads_follow_each_other_and_one_that_fails_stops_none() -> None:
@@ -38,6 +40,23 @@ def test_a_machine_that_has_failed_is_not_loaded(monkeypatch: pytest.MonkeyPatch
         raise AssertionError(check)
 
     assert check_under_load(begin) == [failed]
+
+
+def test_a_machine_that_cannot_be_looked_at_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(storage: object) -> None:
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(preflight, "machine_with", raises)
+    told: Queue[list[Finding]] = Queue()
+    start_preflight(told.put)
+    (found,) = told.get(timeout=10)
+    assert (found.check, found.severity) == ("machine", "MONITOR")
+    assert found.result == "OSError: Input/output error"
+
+    def begin(check: str, number: int, total: int) -> None:
+        raise AssertionError(check)
+
+    assert check_under_load(begin) == [found]
 
 
 def test_it_is_bounded() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.aws_machine import PLUGIN_FOLDER, make_machine, write
 from trainer.backend.efa_facts import EfaFacts, read_efa
 
@@ -52,3 +54,22 @@ def test_a_plugin_built_from_a_commit_has_a_place_but_no_version(tmp_path: Path)
 def test_a_tuner_of_its_own(tmp_path: Path) -> None:
     tuner = write(make_machine(tmp_path) / PLUGIN_FOLDER / "libnccl-ofi-tuner.so", "ELF")
     assert read_efa(tmp_path, packages=()).tuner_path == str(tuner)
+
+
+_WRITE_ONLY = Path("/sys/bus/cpu/drivers_probe")
+"""Nobody may read it, root neither."""
+
+
+@pytest.mark.skipif(not _WRITE_ONLY.exists(), reason="no such file in this sysfs")
+def test_a_plugin_that_may_not_be_read_has_no_version(tmp_path: Path) -> None:
+    library = make_machine(tmp_path) / PLUGIN_FOLDER / "libnccl-net.so"
+    library.unlink()
+    library.symlink_to(_WRITE_ONLY)
+    facts = read_efa(tmp_path, packages=())
+    assert (facts.plugin, facts.plugin_path, len(facts.devices)) == (None, str(library), 32)
+
+
+def test_folders_that_may_not_be_read_tell_nothing(tmp_path: Path) -> None:
+    """A name that is too long fails for root, too."""
+    beyond = tmp_path / ("x" * 300)
+    assert read_efa(beyond, packages=(str(beyond),)) == EfaFacts()
