@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -110,7 +110,7 @@ def _of_machine(
     rounds = [one for one in measured if machine in one.pair]
     falsified = [one for one in rounds if one.wrong]
     if len(falsified) > 1 or (falsified and not bad):
-        return _of_wrong(machine, falsified, len(rounds))
+        return _of_wrong(machine, falsified, len(rounds), measured)
     result = f"bus {best / 1e9:.3g} GB/s, the best of {len(rounds)} rounds"
     if bad:
         return Finding(
@@ -143,10 +143,15 @@ def _of_machine(
     return Finding(check=CHECK, node=machine, result=result)
 
 
-def _of_wrong(machine: str, falsified: Sequence[Measured], rounds: int) -> Finding:
-    """Of a machine that had wrong sums in one round or more: no other round takes that back."""
-    partners = ", ".join(m for one in falsified for m in one.pair if m != machine)
-    wrong, again = sum(one.wrong for one in falsified), len(falsified) > 1
+def _of_wrong(
+    machine: str, falsified: Sequence[Measured], rounds: int, measured: Sequence[Measured]
+) -> Finding:
+    """Of a machine that had wrong sums in one round or more: no other round takes that back. In two
+    they are its own, unless all its partners in them had more: then it has met those at fault."""
+    met = [m for one in falsified for m in one.pair if m != machine]
+    times = Counter(m for one in measured if one.wrong for m in one.pair)
+    again = len(falsified) > 1 and any(times[m] <= len(falsified) for m in met)
+    wrong, partners = sum(one.wrong for one in falsified), ", ".join(met)
     return Finding(
         check=CHECK,
         node=machine,

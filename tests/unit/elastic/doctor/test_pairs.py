@@ -130,6 +130,18 @@ def test_wrong_sums_in_two_rounds_isolate(count: int) -> None:
     assert ills(measured) == {"m1": "ISOLATE", **dict.fromkeys(partners, "RESET")}
 
 
+def test_who_has_met_two_that_get_sums_wrong_is_not_isolated_for_them() -> None:
+    bad = ("m0", "m7")
+    well = speeds({}, random.Random(0))
+    measured = run(
+        cluster(8), lambda pair: replace(well(pair), wrong=int(not {*pair}.isdisjoint(bad)))
+    )
+    times = Counter(m for one in measured if one.wrong for m in one.pair)
+    assert {m for m in times if times[m] == 2} - {*bad}, "one has met both"
+    found = ills(measured)
+    assert {m for m in found if found[m] == "ISOLATE"} == {*bad}
+
+
 def test_wrong_sums_of_two_machines() -> None:
     false = Measured(pair=("m0", "m1"), bytes_per_s=USUAL, wrong=1)
     assert ills([false]) == {"m0": "RESET", "m1": "RESET"}
