@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import product
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.dispatcher import Dispatcher
@@ -81,7 +82,8 @@ class Remedies:
         self._lost_at = 0
         """Steps that the run had committed when it began."""
         self._standing: dict[_Key, bool] = {}
-        """Verdicts that stand without a loss -> whether they were strong enough to be met."""
+        """Verdicts that stand without a loss, or did and whose signs still do -> whether they were
+        strong enough to be met."""
         self._gathering = False
         records.followers.append(self.hear)
 
@@ -95,8 +97,7 @@ class Remedies:
                 met.add((event.fingerprint, tuple(event.nodes or event.workers)))
                 if event.tried:
                     self._ledger = self._ledger.with_try(event.fingerprint, event.committed)
-        stands = self._standing_verdicts(self._facts.standing())
-        self._standing = dict.fromkeys(stands.keys() & met, True)
+        self._standing = dict.fromkeys(self._still_told(met), True)
 
     def hear(self, event: events.Event) -> None:
         """Something was written down."""
@@ -148,11 +149,21 @@ class Remedies:
             if k not in before or (v.confidence != "weak" and not before[k])
         ]
         weighed = {k: self._recurrence.weigh(verdicts[k], facts.signs, now) for k in sorted(new)}
-        self._standing = {
+        self._standing = {k: before[k] for k in self._still_told(before)} | {
             k: before.get(k, False) or weighed.get(k, v).confidence != "weak"
             for k, v in verdicts.items()
         }
         await self._meet_all(list(weighed.values()), facts, self._membership.progress.recorded)
+
+    def _still_told(self, keys: Iterable[_Key]) -> list[_Key]:
+        """Those of `keys` whose machines have told of their signs last. A reading that stands on is
+        no second one, though its machine had no worker for a while, or most showed it, too."""
+        told = self._facts.told()
+        return [
+            (fingerprint, machines)
+            for fingerprint, machines in keys
+            if told.issuperset(product(fingerprint.split(":")[1:], machines))
+        ]
 
     @staticmethod
     def _standing_verdicts(facts: Facts) -> dict[_Key, Verdict]:

@@ -224,6 +224,15 @@ class EventFacts:
             names=self._names,
         )
 
+    def told(self) -> set[tuple[str, str | None]]:
+        """Each sign that machines have told last, by its name, and the machine that it accuses;
+        also of machines that have lost all their workers."""
+        self._stand_at(inf)
+        return {
+            (sign.name, self._names.get(sign.peer) if sign.peer else sign.node)
+            for sign in _signs_of_nodes(self._stood.values())
+        }
+
     def _is_gone(self, node: str, time: float) -> bool:
         """Whether a node had workers, and has lost all of them before `time`."""
         return node in self._workers and all(

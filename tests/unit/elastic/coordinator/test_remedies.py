@@ -269,6 +269,65 @@ def test_a_weak_reading_acts_when_it_comes_again(tmp_path: Path) -> None:
     desk.run(story)
 
 
+@pytest.mark.parametrize("goes", [False, True])
+def test_a_reading_that_stands_on_while_its_machine_has_no_worker_does_not_come_again(
+    tmp_path: Path, goes: bool
+) -> None:
+    """Unless it has gone meanwhile."""
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        desk.shows("B", ECC)
+        await desk.settle()
+        await desk.lose("b", cause=USER_ERROR)
+        await desk.until_met(("new_process", "taken"))
+        desk.shows("B" if goes else "A")  # what machines show is looked at
+        await desk.settle()
+        joined = events.WorkerJoined(
+            time=time.time(), worker="b2", node="B", pid=2, born_ticks=None
+        )
+        desk.records.note(joined)
+        desk.shows("B", ECC)
+        await desk.settle()
+
+    desk.run(story)
+    causes = [USER_ERROR, "gpu_error"] if goes else [USER_ERROR]
+    assert [one.cause for one in desk.met()] == causes
+    assert bool(desk.happened(events.NodeReplacement)) == goes
+
+
+def test_a_reading_that_stands_on_while_most_machines_show_it_does_not_come_again(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        for told in ([ECC], [ECC], []):
+            desk.shows("A" if desk.happened(events.SignsChanged) else "B", *told)
+            await desk.settle()
+
+    desk.run(story)
+    assert desk.met() == [] and not desk.happened(events.NodeReplacement)
+
+
+def test_a_peer_that_is_named_on_while_it_names_as_many_is_not_named_again(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path)
+    names_b, names_a = (
+        replace(ECC, name="efa_unresponsive", cause="link", subject="link", peer=peer, remedy=None)
+        for peer in "BA"
+    )
+
+    async def story() -> None:
+        for node, told in (("B", []), ("A", [names_b]), ("B", [names_a]), ("B", [])):
+            desk.shows(node, *told)
+            await desk.settle()
+
+    desk.run(story)
+    assert desk.met() == [] and not desk.happened(events.NodeReplacement)
+
+
 def test_a_loss_elsewhere_is_no_second_alarm_of_a_weak_reading(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
 
@@ -554,6 +613,28 @@ def test_what_stands_and_was_met_is_not_met_again_after_a_restart(tmp_path: Path
 
     desk.run(goes_on)
     assert desk.membership.places.retired == {"c"}
+
+
+def test_nor_where_its_machine_had_no_worker_at_the_restart(tmp_path: Path) -> None:
+    before = Desk(tmp_path / "before")
+    sign = replace(GPU_LOST, remedy="new_process")
+
+    async def story() -> None:
+        before.shows("B", sign)
+        await before.until_met(("new_process", "taken"))
+        await before.lose("b", cause=USER_ERROR)
+        await before.until_met(("new_process", "taken"), ("new_process", "taken"))
+
+    before.run(story)
+    desk = Desk(tmp_path / "after")
+    desk.remedies.replay(read_events(before.paths.events))
+
+    async def goes_on() -> None:
+        desk.shows("B", sign)  # it has a worker again
+        await desk.settle()
+
+    desk.run(goes_on)
+    assert desk.met() == []
 
 
 def test_a_weak_verdict_that_becomes_stronger_while_it_stands_is_met_once(tmp_path: Path) -> None:
