@@ -167,7 +167,7 @@ class Corruption:
         # The lead shows its steps before it says so; another may have come first.
         progress = self._membership.progress
         await self._dispatcher.until(lambda: progress.recorded >= step, _RECORDS_PATIENCE_S)
-        if self._is_old(generation) or generation == self._disputed_in:
+        if self._is_met(generation) or generation == self._disputed_in:
             return  # another slot has said so
         if self._disputed is not None:
             # Or whoever starts the run again goes on from what is in doubt.
@@ -190,13 +190,16 @@ class Corruption:
             detail: the evidence.
             spread: whether gradients may have been computed from it, and applied by all.
         """
-        if spread and not self._is_old(generation):
+        if spread and not self._is_met(generation):
             self._done = {}
             await self._retreat.go_back(at_most=self.sound, reason=detail)
         elif not spread:
             self._disputed, self._first = None, {}
         await self._workers.lose(worker, CORRUPTION, detail)
 
-    def _is_old(self, generation: int) -> bool:
-        membership = self._membership
-        return generation != membership.roster.generation or membership.progress.going_back
+    def _is_met(self, generation: int) -> bool:
+        """Whether what was compared in a roster is given up already, or is about to be. A run that
+        goes back for another reason may go to what is in doubt."""
+        progress = self._membership.progress
+        goes_far_enough = progress.going_back and progress.restore_step <= self.sound
+        return generation != self._membership.roster.generation or goes_far_enough

@@ -454,6 +454,31 @@ def test_an_outlier_of_an_earlier_roster_is_lost_and_nobody_goes_back(desk: Desk
     assert desk.happened(events.WentBack) == []
 
 
+@pytest.mark.parametrize("outlier", [True, False])
+def test_a_run_that_goes_back_for_its_losses_goes_further_where_replicas_differ(
+    make: Make, outlier: bool
+) -> None:
+    """The checkpoint before the spike was made after the last equal comparison."""
+    desk = make(health(on_loss_spike="skip_data"))
+
+    async def play() -> None:
+        compared(desk, 5)
+        desk.take(14, 17, losses={15: HIGH, 16: HIGH})
+        await settled(desk)
+        for _ in range(2):  # another slot says so, too
+            if outlier:
+                await desk.corruption.outlier("b", 1, "it differs", spread=True)
+            else:
+                await desk.corruption.undecided(1, 17, "they differ")
+        assert desk.membership.stopped is None
+
+    asyncio.run(play())
+    assert [back.step for back in desk.happened(events.WentBack)] == [12, 4]
+    runs = desk.regroup(17, generation=1).values()
+    assert {(run.step, run.skips) for run in runs} == {(4, (Skip(15, 5),))}
+    assert list_steps(desk.store, KEYS) == [4]
+
+
 @pytest.mark.parametrize("compares", [True, False])
 def test_what_is_sound_is_kept_before_anything_happens(desk: Desk, compares: bool) -> None:
     """What is saved after the end of a run still deletes others, and no event comes any more."""
