@@ -2,8 +2,9 @@
 
 A value stands out where it lies far above the steps before it: above their median by so many times
 their spread, which is 1.4826 times the median absolute deviation (the standard deviation, of
-normally distributed values; outliers do not move it) and at least one per cent of the median. One
-such step is the data's affair; several in a row are a finding, told once.
+normally distributed values; outliers do not move it) and at least one per cent of the median. Where
+most values are exactly 0 there is no spread, and none stands out. One such step is the data's
+affair; several in a row are a finding, told once.
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ def _standing_out(history: Sequence[StepFacts], kind: Kind, limits: Limits) -> s
         return None
     middle = median(values)
     spread = max(_TO_SIGMA * median(abs(v - middle) for v in values), _LEAST_SHARE * abs(middle))
+    if not spread:
+        return None
     bound = middle + sigmas * spread
     found = [s.loss if of_loss else s.grad_norm for s in streak]
     if min(found) <= bound:

@@ -56,6 +56,15 @@ def test_losses_that_hardly_vary_have_a_spread_of_one_per_cent() -> None:
     assert [f.last for f in found(steps_of([2.0] * 8 + [2.11, 2.11]))] == [9]
 
 
+@pytest.mark.parametrize("window", [[0.0] * 8, [0.0, 0.0, 0.02] * 2 + [0.0, 0.0]])
+def test_where_most_values_are_zero_there_is_no_spread_and_none_stands_out(
+    window: list[float],
+) -> None:
+    """As the loss of a model that has learnt all samples by heart, rounded to 0."""
+    history = [*window, 1e-9, 1e-9]
+    assert found(steps_of(history, history)) == []
+
+
 def test_gradient_norms_are_looked_at_too() -> None:
     norms = [1.0] * 8 + [1.2, 1.2]  # the bound is 1.1
     (finding,) = found(steps_of([2.0] * 10, norms))
