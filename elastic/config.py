@@ -92,7 +92,7 @@ class HealthConfig:
     of its work for as long, is killed. It first ends its step, so this must be longer than one."""
     max_nonfinite_steps: int = 5
     """Steps in a row with a non-finite loss or gradient that end the run, or, as
-    `training.on_nonfinite` says, send it back; each one is skipped."""
+    `training.on_nonfinite` says, send it back or are told of; each one is skipped."""
     training: TrainingHealthConfig = field(default_factory=TrainingHealthConfig)
     """What counts as trouble in losses and gradient norms, and what is done then."""
     max_crashes: int = 50

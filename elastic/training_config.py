@@ -25,8 +25,9 @@ class TrainingHealthConfig:
     """Where the gradient norm does."""
     on_no_progress: Literal["warn", "stop"] = "warn"
     """Where the loss does not fall in `progress_steps`."""
-    on_nonfinite: Literal["stop", "skip_data"] = "stop"
-    """Where `health.max_nonfinite_steps` in a row are not finite."""
+    on_nonfinite: Action = "stop"
+    """Where `health.max_nonfinite_steps` in a row are not finite. "warn": such steps are passed
+    over without end."""
     window_steps: int = 100
     """Steps before that a step is held against."""
     spike_steps: int = 3

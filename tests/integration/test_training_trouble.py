@@ -3,8 +3,9 @@ happens to it, and a later start knows."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -34,7 +35,11 @@ SAMPLES, BATCH, SEED = 400, 2, 3
 BAD, SKIPPED = 20, 4
 """The first of three steps whose samples are spoilt, and the global batches passed over."""
 SPOILT = set(sample_ids(SEED, BAD * BATCH, 3 * BATCH, SAMPLES).tolist())
-DATA = [torch.tensor([100.0 if i in SPOILT else 1.0 + 0.01 * (i % 3)]) for i in range(SAMPLES)]
+
+
+def samples(spoilt: float) -> list[torch.Tensor]:
+    """All samples; those of three steps are `spoilt`."""
+    return [torch.tensor([spoilt if i in SPOILT else 1.0 + 0.01 * (i % 3)]) for i in range(SAMPLES)]
 
 
 SKIPS = TrainingHealthConfig(
@@ -50,10 +55,11 @@ def trainer(
     faults: str = "none",
     training: TrainingHealthConfig = SKIPS,
     lr: float = 1e-3,
+    spoilt: float = 100.0,
 ) -> ElasticTrainer:
     return ElasticTrainer(
         TrainConfig(
-            task=CustomTask(build_model=model, loss_function=summed_loss, dataset=DATA),
+            task=CustomTask(build_model=model, loss_function=summed_loss, dataset=samples(spoilt)),
             steps=steps,
             global_batch=BATCH,
             lanes=2,
@@ -104,6 +110,26 @@ def test_data_are_passed_over_with_the_same_bits_through_faults_and_a_later_star
         assert (found.trouble, found.first, found.last) == ("loss_spike", BAD, BAD + 1)
         (back,) = events(storage, WentBack)
         assert back.step <= BAD and back.skip == [BAD, SKIPPED]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["warn", "skip_data"])
+def test_steps_that_are_not_finite_are_told_of_or_passed_over_and_the_run_goes_on(
+    cluster: None, tmp_path: Path, action: Literal["warn", "skip_data"]
+) -> None:
+    training = TrainingHealthConfig(
+        on_nonfinite=action, window_steps=8, spike_steps=2, skip_steps=SKIPPED
+    )
+    trainer(tmp_path, replicas=1, steps=30, training=training, spoilt=math.nan).fit()
+    (found,) = events(tmp_path, TrainingTrouble)
+    told = (found.trouble, found.first, found.last, found.action)
+    assert told == ("nonfinite", BAD, BAD + 1, action)
+    if action == "skip_data":
+        assert all(map(math.isfinite, outcome(tmp_path)[1])), "no spoilt sample is in it"
+        return
+    records = read_steps(tmp_path / "run" / "steps.jsonl")
+    assert [r.step for r in records if not math.isfinite(r.loss)] == [BAD, BAD + 1, BAD + 2]
+    assert len(records) == 30 and not events(tmp_path, WentBack)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -633,6 +634,67 @@ def test_a_loss_that_does_not_fall_may_end_the_run(make: Make, action: str) -> N
     stopped = desk.membership.stopped
     assert (stopped is not None) == (action == "stop")
     assert stopped is None or "on_no_progress is 'stop'" in str(stopped.error)
+
+
+NAN = [math.nan] * 3
+
+
+@pytest.mark.parametrize("action", ["warn", "stop", "skip_data"])
+def test_what_follows_from_steps_that_are_not_finite_is_the_users_to_say(
+    make: Make, action: str
+) -> None:
+    """With "stop" the workers end the run, which name the samples. Each stretch is told once, and
+    the steps after it that were done before anybody heard are void."""
+    desk = make(health(on_nonfinite=action))
+
+    async def play() -> None:
+        desk.take(14, 22, losses=dict.fromkeys(range(15, 21), NAN))  # five are too many
+        await settled(desk)
+        if action == "warn":
+            desk.take(22, 27, losses=dict.fromkeys(range(22, 27), NAN))
+            await settled(desk)
+
+    asyncio.run(play())
+    told = [(e.trouble, e.first, e.last, e.action) for e in desk.happened(events.TrainingTrouble)]
+    stretches = [(15, 19), (22, 26)] if action == "warn" else [(15, 19)]
+    assert told == [("nonfinite", first, last, action) for first, last in stretches]
+    assert desk.membership.stopped is None
+    back = [(e.step, e.skip) for e in desk.happened(events.WentBack)]
+    assert back == ([(12, [15, 5])] if action == "skip_data" else [])
+    assert desk.config.health.fatal_nonfinite_steps == (5 if action == "stop" else None)
+
+
+def test_steps_that_are_not_finite_are_passed_over_so_often_and_no_oftener(make: Make) -> None:
+    desk = make(health(on_nonfinite="skip_data", max_skips=1))
+
+    async def play() -> None:
+        desk.take(14, 20, losses=dict.fromkeys(range(15, 20), NAN))
+        await settled(desk)
+        runs = desk.regroup(20, generation=1)
+        assert {(run.step, run.skips) for run in runs.values()} == {(12, (Skip(15, 5),))}
+        desk.take(12, 20, losses=dict.fromkeys(range(15, 20), NAN))
+        await settled(desk)
+
+    asyncio.run(play())
+    assert [e.first for e in desk.happened(events.TrainingTrouble)] == [15, 15]
+    assert desk.membership.stopped is not None
+    assert "passed over 1 times before" in str(desk.membership.stopped.error)
+
+
+def test_what_steps_that_are_not_finite_go_back_to_is_kept(make: Make) -> None:
+    """However many are saved while they come: their first is known with the fifth."""
+    desk = make(health(on_nonfinite="skip_data"))
+
+    async def play() -> None:
+        desk.take(14, 19, losses=dict.fromkeys(range(15, 19), NAN))
+        for step in (16, 17, 19):
+            await save(desk, step, generation=1)
+        desk.take(19, 20, losses={19: NAN})
+        await settled(desk)
+
+    asyncio.run(play())
+    (back,) = desk.happened(events.WentBack)
+    assert (back.step, back.skip) == (12, [15, 5]), "not the seed"
 
 
 def test_data_are_passed_over_so_often_and_no_oftener(make: Make) -> None:
