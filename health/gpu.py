@@ -34,13 +34,15 @@ def open_nvml() -> ModuleType | None:
 
 
 def try_nvml() -> tuple[ModuleType | None, str]:
-    """As `open_nvml`, and why it does not start, in its words; "" where its package is missing."""
+    """As `open_nvml`, and why it does not start, in its words; "" where its package is missing.
+    One that starts and cannot count its GPUs has not started."""
     try:
         import pynvml
     except ImportError:
         return None, ""
     try:
         pynvml.nvmlInit()
+        pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
         return None, str(error)
     return pynvml, ""

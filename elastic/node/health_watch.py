@@ -101,10 +101,8 @@ class HealthWatch:
             read_oom_kills,
             StorageWatch().look,
         ]
-        nvml = open_nvml()
-        if nvml is not None:
-            gpus = Gpus(nvml)
-            self._instruments += [gpus.read, XidEvents(nvml, gpus.handles).read]
+        self._has_nvml = False
+        """NVML's two are among the instruments."""
         self._histories: dict[tuple[Kind, str], deque[Reading]] = defaultdict(deque)
         self._before: list[WorkerState] = []
         """The workers of the look before."""
@@ -147,10 +145,20 @@ class HealthWatch:
     def _read(self, states: Iterable[WorkerState], now_s: float) -> list[Reading]:
         workers = [read_worker(state, now_s) for state in states]
         readings = [reading for reading in workers if reading is not None]
+        with self._going_on("NVML"):
+            self._open_nvml()
         for read in self._instruments:
             with self._going_on(read.__qualname__):
                 readings += read(now_s)
         return readings
+
+    def _open_nvml(self) -> None:
+        """At the first look at which it starts: a driver may come, or recover, after the agent."""
+        nvml = None if self._has_nvml else open_nvml()
+        if nvml is not None:
+            gpus = Gpus(nvml)
+            self._instruments += [gpus.read, XidEvents(nvml, gpus.handles).read]
+            self._has_nvml = True
 
     def _read_mounts(self, now_s: float) -> list[Reading]:
         """Of what is written to for sure: where Ray keeps the workers' output, and where all have

@@ -21,6 +21,7 @@ from health.nic import read_nics
 from health.oom_kills import read_oom_kills
 from health.worker_load import WorkerState, read_worker
 from health.xid_events import XidEvents
+from tests.support.stand_ins.nvml import LostError, NotSupportedError, Nvml, refuse
 from tests.support.watching import wait_until
 
 
@@ -182,31 +183,6 @@ def test_where_the_kernel_log_may_not_be_read_there_is_none(tmp_path: Path) -> N
 
 
 # -- GPUs: NVML is not here, so what stands for it answers as its documentation says ---------------
-
-
-class NotSupportedError(Exception):
-    pass
-
-
-class LostError(NotSupportedError):
-    pass
-
-
-def refuse(*_: Any) -> Any:
-    raise NotSupportedError
-
-
-class Nvml(SimpleNamespace):
-    """Answers what it was given; whatever it was not, it does not support."""
-
-    NVMLError, NVMLError_GpuIsLost = NotSupportedError, LostError
-    NVML_SUCCESS = 0
-    NVML_VALUE_TYPE_UNSIGNED_INT = 1
-    NVML_NVLINK_MAX_LINKS = 18
-    NVML_FEATURE_ENABLED = 1
-
-    def __getattr__(self, name: str) -> Any:
-        return refuse if name.startswith("nvmlDevice") else name
 
 
 def gpus(nvml: type[Nvml] = Nvml, **answers: Any) -> Gpus:

@@ -504,8 +504,9 @@ def test_a_container_whose_cgroup_has_lost_its_rules_has_the_gpus_that_it_was_gi
     assert len(given_gpus(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetCount"])
 def test_gpus_of_which_nvml_does_not_start_ask_for_a_reboot(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    refused: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are counted by the driver's files, and loaded: nothing passes on the CPU instead."""
     nvml = ModuleType("pynvml")
@@ -514,7 +515,8 @@ def test_gpus_of_which_nvml_does_not_start_ask_for_a_reboot(
     def refuse() -> None:
         raise nvml.NVMLError("Driver/library version mismatch")
 
-    nvml.nvmlInit = refuse  # type: ignore[attr-defined]
+    nvml.nvmlInit = lambda: None  # type: ignore[attr-defined]
+    setattr(nvml, refused, refuse)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpu_checks, "given_gpus", lambda _: given_gpus(root))

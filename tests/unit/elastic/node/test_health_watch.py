@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import which
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,7 @@ from health.verdict import Sign, sign_from_json
 from health.worker_load import WorkerState
 from tests.support import ROOT
 from tests.support.little_memory import little_memory, requires_limit
+from tests.support.stand_ins.nvml import NotSupportedError, Nvml, refuse
 
 
 @pytest.fixture
@@ -205,6 +207,39 @@ def test_an_instrument_that_fails_leaves_the_others_and_is_told_of_once(
         watch.look(1000 + look * SAMPLE_S, 0.0)
     assert about(told, "w1")[-1] == {"idle"}
     assert capfd.readouterr().err.count("ValueError: the device answers no more\n") == 1
+
+
+@pytest.mark.parametrize("broken", ["nvmlDeviceGetCount", "nvmlEventSetCreate"])
+def test_the_node_is_looked_at_without_nvml_until_it_starts(
+    broken: str, idle: WorkerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a GPU is reset, or the driver comes, after the agent."""
+    nvml = Nvml(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: "gpu 0",
+        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000000:9B:00.0"),
+        nvmlDeviceGetPowerUsage=lambda handle: 412_000,
+        nvmlEventSetCreate=refuse,
+    )
+    sound = getattr(nvml, broken)
+
+    def fail() -> None:
+        raise NotSupportedError if broken.startswith("nvmlDevice") else RuntimeError
+
+    setattr(nvml, broken, fail)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    shown: list[Reading] = []
+    told: list[list[Sign]] = []
+    watch = HealthWatch("n1", lambda: [idle], told.append, shown.extend)
+    for look in range(7):
+        watch.look(1000 + look * SAMPLE_S, 0.0)
+    assert about(told, "w1")[-1] == {"idle"} and not any(r.kind == "gpu" for r in shown)
+    setattr(nvml, broken, sound)
+    for at_s in (1040.0, 1045.0):
+        watch.look(at_s, 0.0)
+    gpus = [(r.of, r.at_s) for r in shown if r.kind == "gpu"]
+    assert gpus == [("0000:9b:00", 1040.0), ("0000:9b:00", 1045.0)]
 
 
 def test_it_looks_on_a_thread_that_holds_nobody_up_and_goes_on_after_a_failure(
