@@ -7,7 +7,8 @@ thread that nobody waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -53,6 +54,20 @@ def bus_address(bus_id: str) -> str:
     "0000:9b:00"."""
     domain, bus, device = bus_id.lower().split(":")
     return f"{domain[-4:]}:{bus}:{device.split('.')[0]}"
+
+
+def keep_our_pids(readings: Sequence[Reading], ours: Set[int]) -> Sequence[Reading]:
+    """Readings of one look in a container with process numbers of its own: there many drivers give
+    the machine's (NVIDIA/nvidia-docker#1483), and one of those may be a worker's by chance. So the
+    processes on GPUs are left out, unless all of them are ours.
+
+    Args:
+        readings: of all GPUs, and of other things.
+        ours: processes that are known here.
+    """
+    if {pid for one in readings if one.kind == "gpu" for pid in one.pids} <= ours:
+        return readings
+    return [replace(one, pids=()) if one.kind == "gpu" else one for one in readings]
 
 
 class Gpus:

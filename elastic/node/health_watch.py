@@ -23,7 +23,7 @@ from tempfile import gettempdir
 
 from elastic.protocol.causes import OUT_OF_MEMORY, USER_ERROR
 from health.efa import read_efa
-from health.gpu import Gpus, open_nvml
+from health.gpu import Gpus, keep_our_pids, open_nvml
 from health.judgement import WINDOW_S, judge
 from health.kernel_log import has_our_pids, open_kernel_log
 from health.log_tail import LogTail
@@ -142,7 +142,7 @@ class HealthWatch:
             self._has_told = True
             self._tell(self._standing.signs)
 
-    def _read(self, states: Iterable[WorkerState], now_s: float) -> list[Reading]:
+    def _read(self, states: Iterable[WorkerState], now_s: float) -> Sequence[Reading]:
         workers = [read_worker(state, now_s) for state in states]
         readings = [reading for reading in workers if reading is not None]
         with self._going_on("NVML"):
@@ -150,7 +150,7 @@ class HealthWatch:
         for read in self._instruments:
             with self._going_on(read.__qualname__):
                 readings += read(now_s)
-        return readings
+        return readings if has_our_pids() else keep_our_pids(readings, {s.pid for s in states})
 
     def _open_nvml(self) -> None:
         """At the first look at which it starts: a driver may come, or recover, after the agent."""

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from shutil import which
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -209,19 +210,24 @@ def test_an_instrument_that_fails_leaves_the_others_and_is_told_of_once(
     assert capfd.readouterr().err.count("ValueError: the device answers no more\n") == 1
 
 
+def nvml_of(gpus: int, **answers: Any) -> Nvml:
+    """Of GPUs whose addresses begin at 0000:90:00."""
+    return Nvml(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: gpus,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetPciInfo=lambda gpu: SimpleNamespace(busId=f"00000000:{0x90 + gpu:02X}:00.0"),
+        nvmlEventSetCreate=refuse,
+        **answers,
+    )
+
+
 @pytest.mark.parametrize("broken", ["nvmlDeviceGetCount", "nvmlEventSetCreate"])
 def test_the_node_is_looked_at_without_nvml_until_it_starts(
     broken: str, idle: WorkerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a GPU is reset, or the driver comes, after the agent."""
-    nvml = Nvml(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 1,
-        nvmlDeviceGetHandleByIndex=lambda index: "gpu 0",
-        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000000:9B:00.0"),
-        nvmlDeviceGetPowerUsage=lambda handle: 412_000,
-        nvmlEventSetCreate=refuse,
-    )
+    nvml = nvml_of(1)
     sound = getattr(nvml, broken)
 
     def fail() -> None:
@@ -239,7 +245,37 @@ def test_the_node_is_looked_at_without_nvml_until_it_starts(
     for at_s in (1040.0, 1045.0):
         watch.look(at_s, 0.0)
     gpus = [(r.of, r.at_s) for r in shown if r.kind == "gpu"]
-    assert gpus == [("0000:9b:00", 1040.0), ("0000:9b:00", 1045.0)]
+    assert gpus == [("0000:90:00", 1040.0), ("0000:90:00", 1045.0)]
+
+
+@pytest.mark.parametrize(
+    ("has_our_pids", "other", "worker"),
+    [(True, [3_999_999], "w1"), (False, [3_999_999], None), (False, [], "w1")],
+)
+def test_a_gpu_is_tied_to_a_worker_by_no_number_that_may_be_another_process(
+    has_our_pids: bool,
+    other: list[int],
+    worker: str | None,
+    idle: WorkerState,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a container of its own, with a driver that gives the machine's numbers or translates."""
+    pids = {0: [idle.pid], 1: other}
+    nvml = nvml_of(
+        2,
+        nvmlDeviceGetComputeRunningProcesses=lambda gpu: [
+            SimpleNamespace(pid=p) for p in pids[gpu]
+        ],
+        nvmlDeviceGetRemappedRows=lambda gpu: (0, 0, 0, gpu == 0),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(health_watch, "has_our_pids", lambda: has_our_pids)
+    shown: list[Reading] = []
+    told: list[list[Sign]] = []
+    HealthWatch("n1", lambda: [idle], told.append, shown.extend).look(1000.0, 0.0)
+    assert [s.worker for s in told[-1] if s.of == "0000:90:00"] == [worker]
+    if worker is None:  # any of the GPUs may be its own
+        assert all(reading.concerns(idle.pid) for reading in shown if reading.kind == "gpu")
 
 
 def test_it_looks_on_a_thread_that_holds_nobody_up_and_goes_on_after_a_failure(
