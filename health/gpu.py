@@ -28,6 +28,12 @@ _LINK_RECOVERIES = (
 )
 """A field of each NVLink, and the counters that stand for it where there is none."""
 
+_BASIC = frozenset({"utilization_percent", "sm_clock_mhz", "temperature_c"})
+"""What a GPU goes on telling for as long as it works."""
+
+_RESET_REQUIRED = 1.0
+"""The recovery action of that name (`xids.py`): some drivers say it by an error alone."""
+
 
 def open_nvml() -> ModuleType | None:
     """NVML, ready to be asked; None where there is none."""
@@ -79,39 +85,62 @@ class Gpus:
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
-        opened = [self._open(index) for index in range(nvml.nvmlDeviceGetCount())]
-        self._handles = dict(one for one in opened if one is not None)
+        self._handles: dict[str, Any] = {}
+        self._unreached: dict[int, dict[str, float]] = {}
+        """NVML's number of a GPU -> what is told of it."""
+        for index in range(nvml.nvmlDeviceGetCount()):
+            self._open(index)
+        self._answered: set[str] = set()
+        """GPUs that have answered one of `_BASIC`."""
+        self._reset_required = False
+        """A question of the GPU that is read was refused so."""
         self._asked_singly: dict[tuple[str, str], list[int]] = {}
         """(GPU, field) -> the NVLinks of which each is asked for itself; none where the field tells
         of them. Found out once there is a number, as each look reads them."""
 
     @property
     def handles(self) -> Mapping[str, Any]:
-        """Address -> handle, of those that could be reached at the start."""
+        """Address -> handle, of those that could be reached so far."""
         return self._handles
 
-    def _open(self, index: int) -> tuple[str, Any] | None:
-        """Address and handle of a GPU; None where it cannot be reached. The workers that it should
-        have had say so."""
+    def _open(self, index: int) -> None:
+        """Takes in a GPU, or what is told of it for as long as it cannot be reached."""
+        nvml = self._nvml
+        self._unreached.pop(index, None)
         try:
-            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
-            bus_id = self._nvml.nvmlDeviceGetPciInfo(handle).busId
-        except self._nvml.NVMLError:
-            return None
-        return bus_address(bus_id.decode() if isinstance(bus_id, bytes) else bus_id), handle
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            bus_id = nvml.nvmlDeviceGetPciInfo(handle).busId
+        except nvml.NVMLError_NoPermission:  # another job's or container's, which NVML counts
+            return
+        except nvml.NVMLError_GpuIsLost:
+            self._unreached[index] = {"lost": 1.0}
+        except nvml.NVMLError:
+            self._unreached[index] = {"lost": 0.0, "unanswered": 1.0}
+        else:
+            address = bus_address(bus_id.decode() if isinstance(bus_id, bytes) else bus_id)
+            self._handles[address] = handle
 
     def read(self, at_s: float) -> list[Reading]:
-        """A reading for each GPU that could be reached at the start. What one does not have is left
-        out; `lost` is 1 for one that cannot be reached any more, and nothing else is read then.
+        """A reading for each GPU. What one does not have is left out. `lost` is 1 for one that
+        cannot be reached any more, and nothing else is read then; `unanswered` for one that has
+        answered and answers none of `_BASIC` now. One that was not reached so far has one of the
+        two; it is tried again each time, and called by NVML's number, "index 3".
 
         Args:
             at_s: now, on the monotonic clock.
         """
-        return [self._read(address, handle, at_s) for address, handle in self._handles.items()]
+        for index in list(self._unreached):
+            self._open(index)
+        unreached = [
+            Reading(kind="gpu", of=f"index {index}", at_s=at_s, values=values)
+            for index, values in self._unreached.items()
+        ]
+        return unreached + [self._read(*gpu, at_s) for gpu in self._handles.items()]
 
     def _read(self, address: str, handle: Any, at_s: float) -> Reading:
-        values: dict[str, float] = {"lost": 0.0}
+        values: dict[str, float] = {"lost": 0.0, "unanswered": 0.0}
         pids: tuple[int, ...] = ()
+        self._reset_required = False
         try:
             for names, ask in self._questions(address, handle).items():
                 answer = self._ask(ask)
@@ -120,7 +149,13 @@ class Gpus:
             processes = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(handle))
             pids = tuple(process.pid for process in processes or ())
         except self._nvml.NVMLError_GpuIsLost:
-            values = {"lost": 1.0}
+            return Reading(kind="gpu", of=address, at_s=at_s, values={"lost": 1.0})
+        if self._reset_required:
+            values["recovery_action"] = max(_RESET_REQUIRED, values.get("recovery_action", 0.0))
+        elif values.keys() & _BASIC:
+            self._answered.add(address)
+        else:
+            values["unanswered"] = float(address in self._answered)
         return Reading(kind="gpu", of=address, at_s=at_s, values=values, pids=pids)
 
     def _ask(self, question: Callable[[], Any]) -> Any:
@@ -129,6 +164,9 @@ class Gpus:
             return question()
         except self._nvml.NVMLError_GpuIsLost:
             raise
+        except self._nvml.NVMLError_ResetRequired:
+            self._reset_required = True
+            return None
         except (self._nvml.NVMLError, AttributeError):  # an older package lacks the question
             return None
 

@@ -60,6 +60,9 @@ _SLOWED_SHARE = 0.6
 _ASKED_READINGS = 3
 """In a row: a driver that asks for so long means it. Invented."""
 
+_UNANSWERED_READINGS = 3
+"""In a row: a driver that is busy for a moment answers again. Invented."""
+
 _LOST_READINGS = 3
 """In a row: a disk that was read-only for so long is not in somebody's hands. Invented."""
 
@@ -295,6 +298,16 @@ def _judge_gpu(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
             decisive=True,
         )
         return
+    silent = [reading.values.get("unanswered") for reading in series[-_UNANSWERED_READINGS:]]
+    if len(silent) == _UNANSWERED_READINGS and all(silent):
+        yield say(
+            "unanswered",
+            "NVML gives nothing but errors of it",
+            role="root",
+            cause="gpu_error",
+            subject="gpu",
+            remedy="reboot",
+        )
     yield from _judge_memory(series, say)
     asked = [int(reading.values.get("recovery_action", 0)) for reading in series]
     if asked[-1]:

@@ -125,7 +125,8 @@ def _is_denied(device: Path) -> bool:
 
 def judge_gpu_health(readings: Sequence[Reading], at_driver_start: int = 0) -> Finding:
     """As `check_gpu_health`, of readings of GPUs, and how many there were when the driver was
-    loaded."""
+    loaded. One that NVML gives no hold of has gone, unless it was not given to this process."""
+    readings = [one for one in readings if not one.values.get("unanswered")]
     found = [(severity, f"{one.of}: {what}") for one in readings for severity, what in _ills(one)]
     if len(readings) < at_driver_start:
         gone = f"{at_driver_start - len(readings)} of {at_driver_start} GPUs have gone"

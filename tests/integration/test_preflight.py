@@ -32,6 +32,9 @@ class NVMLError(Exception):
 class NVMLError_GpuIsLost(NVMLError):
     pass
 
+class NVMLError_ResetRequired(NVMLError):
+    pass
+
 def nvmlInit(): pass
 def nvmlShutdown(): pass
 def nvmlDeviceGetCount(): return 1

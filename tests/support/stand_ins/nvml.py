@@ -14,9 +14,22 @@ class LostError(NotSupportedError):
     """The GPU has fallen off the bus."""
 
 
+class NoPermissionError(NotSupportedError):
+    """The GPU is another job's or container's."""
+
+
+class ResetRequiredError(NotSupportedError):
+    """The GPU must be reset before it answers this."""
+
+
 def refuse(*_: Any) -> Any:
     """An answer: there is none."""
     raise NotSupportedError
+
+
+def require_reset(*_: Any) -> Any:
+    """An answer of a GPU that must be reset."""
+    raise ResetRequiredError
 
 
 class Nvml(SimpleNamespace):
@@ -24,6 +37,7 @@ class Nvml(SimpleNamespace):
     no number of are their names."""
 
     NVMLError, NVMLError_GpuIsLost = NotSupportedError, LostError
+    NVMLError_NoPermission, NVMLError_ResetRequired = NoPermissionError, ResetRequiredError
     NVML_SUCCESS = 0
     NVML_VALUE_TYPE_UNSIGNED_INT = 1
     NVML_NVLINK_MAX_LINKS = 18

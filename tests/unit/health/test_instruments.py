@@ -21,7 +21,14 @@ from health.nic import read_nics
 from health.oom_kills import read_oom_kills
 from health.worker_load import WorkerState, read_worker
 from health.xid_events import XidEvents
-from tests.support.stand_ins.nvml import LostError, NotSupportedError, Nvml, refuse
+from tests.support.stand_ins.nvml import (
+    LostError,
+    NoPermissionError,
+    NotSupportedError,
+    Nvml,
+    refuse,
+    require_reset,
+)
 from tests.support.watching import wait_until
 
 
@@ -186,10 +193,17 @@ def test_where_the_kernel_log_may_not_be_read_there_is_none(tmp_path: Path) -> N
 
 
 def gpus(nvml: type[Nvml] = Nvml, **answers: Any) -> Gpus:
+    """Two, of which the first is another container's."""
+
+    def open_gpu(index: int) -> str:
+        if index == 0:
+            raise NoPermissionError
+        return f"gpu {index}"
+
     return Gpus(
         nvml(  # type: ignore[arg-type]
             nvmlDeviceGetCount=lambda: 2,
-            nvmlDeviceGetHandleByIndex=lambda index: refuse() if index == 0 else f"gpu {index}",
+            nvmlDeviceGetHandleByIndex=answers.pop("nvmlDeviceGetHandleByIndex", open_gpu),
             nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId="00000000:9B:00.0"),
             **answers,
         )
@@ -200,6 +214,8 @@ def test_a_bus_address_is_that_of_the_kernel_log() -> None:
     assert bus_address("00000000:9B:00.0") == "0000:9b:00"
     assert bus_address("00000009:01:00.0") == "0009:01:00"
 
+
+REACHED = {"lost": 0.0, "unanswered": 0.0}
 
 LINKS = {0: 0, 5: 2, 17: 1}
 """Errors of the NVLinks that there are."""
@@ -229,6 +245,7 @@ def test_what_a_gpu_has_is_read_and_the_rest_is_left_out() -> None:
     assert (reading.of, reading.pids) == ("0000:9b:00", (7,))
     assert reading.values == {
         "lost": 0.0,
+        "unanswered": 0.0,
         "utilization_percent": 97.0,
         "power_w": 412.0,
         "remap_pending": 0.0,
@@ -268,9 +285,9 @@ def test_the_nvlinks_of_gpus_before_blackwell_are_asked_one_by_one() -> None:
         nvmlDeviceGetNvLinkState=lambda handle, link: 0 if starts else state(handle, link),
         nvmlDeviceGetNvLinkErrorCounter=count,
     )
-    assert [one.values for one in a100.read(0.0)] == [{"lost": 0.0}], "no link is up yet"
+    assert [one.values for one in a100.read(0.0)] == [REACHED], "no link is up yet"
     starts.clear()
-    nothing_new = {"lost": 0.0, "nvlink_errors": 6.0, "nvlink_recoveries": 1.0}
+    nothing_new = {**REACHED, "nvlink_errors": 6.0, "nvlink_recoveries": 1.0}
     assert [one.values for one in a100.read(5.0)] == [nothing_new]
     calls.clear()
     counters["NVML_NVLINK_ERROR_DL_REPLAY", 0] = 5
@@ -290,6 +307,65 @@ def test_of_a_gpu_that_is_lost_nothing_else_is_said() -> None:
     assert reading.values == {"lost": 1.0}
 
 
+def test_a_gpu_that_must_be_reset_says_so_by_an_error() -> None:
+    """What it still answers counts; of a graver action the driver tells by its field."""
+    actions = [0, 2]
+
+    def action(handle: str, asked: Sequence[Any]) -> list[SimpleNamespace]:
+        if asked != ["NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"]:
+            return require_reset()
+        return [SimpleNamespace(nvmlReturn=0, valueType=1, value=SimpleNamespace(uiVal=actions[0]))]
+
+    ill = gpus(
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=97),
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [SimpleNamespace(pid=7)],
+        nvmlDeviceGetFieldValues=action,
+        nvmlDeviceGetRemappedRows=require_reset,
+    )
+    (reading,) = ill.read(5.0)
+    told = {**REACHED, "utilization_percent": 97.0, "recovery_action": 1.0}
+    assert (reading.values, reading.pids) == (told, (7,))
+    actions.pop(0)
+    assert [one.values["recovery_action"] for one in ill.read(10.0)] == [2.0]
+
+
+def test_a_gpu_that_has_answered_and_answers_nothing_any_more_is_told_from_one_that_cannot() -> (
+    None
+):
+    working = [True]
+    ill = gpus(
+        nvmlDeviceGetTemperature=lambda handle, sensor: 61 if working else refuse(),
+        nvmlDeviceGetPowerUsage=lambda handle: 412_000,
+    )
+    assert [one.values["unanswered"] for one in ill.read(5.0)] == [0.0]
+    working.clear()
+    assert [one.values["unanswered"] for one in ill.read(10.0)] == [1.0]
+    working.append(True)
+    assert [one.values["unanswered"] for one in ill.read(15.0)] == [0.0]
+    never = gpus(nvmlDeviceGetPowerUsage=lambda handle: 412_000)
+    assert [one.values["unanswered"] for one in never.read(5.0)] == [0.0]
+    reset = gpus(nvmlDeviceGetTemperature=lambda *_: 61 if working else require_reset())
+    reset.read(5.0)
+    working.clear()
+    assert [one.values for one in reset.read(10.0)] == [{**REACHED, "recovery_action": 1.0}]
+
+
+def test_a_gpu_that_cannot_be_reached_from_the_start_on_is_told_of_until_it_is() -> None:
+    def lose() -> str:
+        raise LostError
+
+    opens = {0: lose, 1: refuse}
+    found = gpus(nvmlDeviceGetHandleByIndex=lambda index: opens[index]())
+    assert [(one.of, one.values) for one in found.read(5.0)] == [
+        ("index 0", {"lost": 1.0}),
+        ("index 1", {"lost": 0.0, "unanswered": 1.0}),
+    ]
+    assert not found.handles
+    opens[1] = lambda: "gpu 1"
+    assert [one.of for one in found.read(10.0)] == ["index 0", "0000:9b:00"]
+    assert [one.of for one in found.read(15.0)] == ["index 0", "0000:9b:00"]
+
+
 def test_what_an_older_package_of_nvml_does_not_know_is_left_out() -> None:
     class Older(Nvml):
         def __getattr__(self, name: str) -> Any:
@@ -298,7 +374,7 @@ def test_what_an_older_package_of_nvml_does_not_know_is_left_out() -> None:
             return super().__getattr__(name)
 
     (reading,) = gpus(Older, nvmlDeviceGetPowerUsage=lambda handle: 412_000).read(5.0)
-    assert reading.values == {"lost": 0.0, "power_w": 412.0}
+    assert reading.values == {**REACHED, "power_w": 412.0}
 
 
 class NoneLeftError(NotSupportedError):

@@ -139,6 +139,7 @@ WELL = {
     "recovery_action": 0.0,
     "throttle_reasons": 4.0,  # NVML: a power cap
 }
+SILENT = {"lost": 0.0, "unanswered": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,9 @@ WELL = {
     [
         ([WELL] * 200, set()),
         ([{"lost": 1.0}], {("gpu_lost", "root", "reboot", True, False)}),
+        ([SILENT] * 3, {("unanswered", "root", "reboot", False, False)}),
+        ([SILENT] * 2, set()),
+        ([SILENT, SILENT, WELL, SILENT], set()),
         (
             [{**WELL, "remap_failed": 1.0}],
             {("remap_failed", "root", "replace_node", True, False)},

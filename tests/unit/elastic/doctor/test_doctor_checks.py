@@ -300,6 +300,13 @@ def test_what_nvml_knows_of_errors(values: dict[str, float], severity: str) -> N
     assert ("0000:54:00" in found.result) == (severity != "OK") and "0000:53" not in found.result
 
 
+def test_a_gpu_that_nvml_gives_no_hold_of_has_gone_if_it_was_given() -> None:
+    silent = Reading(kind="gpu", of="index 0", at_s=0.0, values={"lost": 0.0, "unanswered": 1.0})
+    found = judge_gpu_health([silent], at_driver_start=1)
+    assert found.severity == "ISOLATE" and found.result.startswith("1 of 1 GPUs have gone")
+    assert judge_gpu_health([silent]).result == "no GPU"
+
+
 def test_what_the_kernel_has_said_isolates_nobody() -> None:
     xid = "NVRM: Xid (PCI:0000:05:00): 54, pid=1, external power cables"
     harmless = "NVRM: Xid (PCI:0000:05:00): 43, pid=1, Ch 8"
