@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
 import subprocess
 import time
@@ -21,6 +23,7 @@ from health.nic import read_nics
 from health.oom_kills import read_oom_kills
 from health.worker_load import WorkerState, read_worker
 from health.xid_events import XidEvents
+from tests.support.nvml_names import names_asked
 from tests.support.stand_ins.nvml import (
     LostError,
     NoPermissionError,
@@ -254,6 +257,78 @@ def test_what_a_gpu_has_is_read_and_the_rest_is_left_out() -> None:
         "nvlink_recoveries": 3.0,
         "recovery_action": 0.0,
     }
+
+
+ECC = {
+    ("NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC"): 2,
+    ("NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_AGGREGATE_ECC"): 5,
+    ("NVML_MEMORY_ERROR_TYPE_CORRECTED", "NVML_VOLATILE_ECC"): 11,
+}
+FIELDS = {
+    ("NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS", 0): 2,
+    ("NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS", 17): 1,
+    ("NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS", 5): 4,
+    "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 1,
+}
+"""Of one link or of the GPU. All are long numbers."""
+
+
+def long_fields(handle: str, asked: Sequence[Any]) -> list[SimpleNamespace]:
+    return [
+        SimpleNamespace(
+            nvmlReturn=0 if field in FIELDS else 3,
+            valueType=3,
+            value=SimpleNamespace(uiVal=99, ullVal=FIELDS.get(field)),
+        )
+        for field in asked
+    ]
+
+
+ALL_THAT_IS_ASKED: dict[str, Any] = {
+    "nvmlDeviceGetUtilizationRates": lambda handle: SimpleNamespace(gpu=97, memory=41),
+    "nvmlDeviceGetPowerUsage": lambda handle: 412_000,
+    "nvmlDeviceGetClockInfo": lambda handle, clock: {"NVML_CLOCK_SM": 1755}[clock],
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda handle: 0x48,
+    "nvmlDeviceGetTemperature": lambda handle, sensor: {"NVML_TEMPERATURE_GPU": 61}[sensor],
+    "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(
+        total=80, reserved=1, free=29, used=50
+    ),
+    "nvmlDeviceGetTotalEccErrors": lambda handle, kind, counter: ECC[kind, counter],
+    "nvmlDeviceGetRemappedRows": lambda handle: (4, 3, 0, 1),
+    "nvmlDeviceGetPcieReplayCounter": lambda handle: 7,
+    "nvmlDeviceGetFieldValues": long_fields,
+    "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=7)],
+}
+
+
+def test_each_value_is_that_of_its_question() -> None:
+    (reading,) = gpus(**ALL_THAT_IS_ASKED).read(5.0)
+    assert reading.values == {
+        **REACHED,
+        "utilization_percent": 97.0,
+        "power_w": 412.0,
+        "sm_clock_mhz": 1755.0,
+        "throttle_reasons": 72.0,
+        "temperature_c": 61.0,
+        "memory_used_bytes": 50.0,
+        "ecc_uncorrected_volatile": 2.0,
+        "ecc_uncorrected_aggregate": 5.0,
+        "ecc_corrected_volatile": 11.0,
+        "remap_pending": 0.0,
+        "remap_failed": 1.0,
+        "pcie_replays": 7.0,
+        "nvlink_errors": 3.0,
+        "nvlink_recoveries": 4.0,
+        "recovery_action": 1.0,
+    }
+
+
+def test_nvidias_package_has_what_we_ask_it_for() -> None:
+    """What it lacks would be left out in silence, as of an older one."""
+    recorded = json.loads(Path(__file__).with_name("nvml_names.json").read_text())["names"]
+    assert names_asked() == {*recorded}, "python -m tests.support.nvml_names WHEEL"
+    for name, answer in ALL_THAT_IS_ASKED.items():
+        assert len(inspect.signature(answer).parameters) == len(recorded[name]), name
 
 
 def test_the_nvlinks_of_gpus_before_blackwell_are_asked_one_by_one() -> None:
