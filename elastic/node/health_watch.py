@@ -76,7 +76,8 @@ class HealthWatch:
         node: Ray's id of this node.
         states: what is known of the workers on it.
         tell: takes all signs that stand, whenever they change; of the first look also none, for
-            what an agent before this one has told stands no more.
+            what an agent before this one has told stands no more. Where it raises, it is given them
+            again at the next look.
         keep: takes the readings of each look.
         raylet: what Ray's own process on this node writes to, where that is a file.
     """
@@ -108,6 +109,7 @@ class HealthWatch:
         """The workers of the look before."""
         self._standing = Standing()
         self._has_told = False
+        """Whether what stands was told."""
         self._failed: set[str] = set()
         """What has failed and was told of: each once."""
 
@@ -139,8 +141,9 @@ class HealthWatch:
             for s in signs
         ]
         if self._standing.take(signs, now_s) or not self._has_told:
-            self._has_told = True
+            self._has_told = False  # where this fails, it is told at the next look
             self._tell(self._standing.signs)
+            self._has_told = True
 
     def _read(self, states: Iterable[WorkerState], now_s: float) -> Sequence[Reading]:
         workers = [read_worker(state, now_s) for state in states]

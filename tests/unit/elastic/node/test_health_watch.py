@@ -69,6 +69,26 @@ def test_a_watch_that_begins_says_so_though_nothing_is_wrong() -> None:
     assert len(told) == 1
 
 
+def test_what_could_not_be_told_is_told_at_the_next_look_and_then_no_more(
+    idle: WorkerState,
+) -> None:
+    told: list[list[Sign]] = []
+    fails_at = [1000.0, 1030.0]  # the first look, and the one that sees the worker idle
+
+    def tell(signs: list[Sign]) -> None:
+        if now_s in fails_at:
+            raise RuntimeError("the coordinator could not take it")
+        told.append(signs)
+
+    watch = HealthWatch("n1", lambda: [idle], tell, lambda readings: None)
+    for look in range(10):
+        now_s = 1000 + look * SAMPLE_S
+        watch.look(now_s, 0.0)
+        if now_s == 1030.0:
+            assert about(told, "w1") == [set()], "told at the second look"
+    assert about(told, "w1") == [set(), {"idle"}]
+
+
 def test_the_readings_of_each_look_are_shown(idle: WorkerState) -> None:
     shown: list[Reading] = []
     watch = HealthWatch("n1", lambda: [idle], lambda signs: None, shown.extend)
