@@ -94,7 +94,8 @@ def judge(
     """What is out of order on a node.
 
     Args:
-        histories: the readings of each thing within the window, in order; none is empty.
+        histories: the readings of each thing within the window, in order, the last of them of now,
+            but for Xids; none is empty.
         node: the node.
         at_s: now, in seconds since the epoch.
         gone: workers whose processes have ended since the look before.

@@ -128,7 +128,12 @@ class HealthWatch:
         readings = self._read(states, now_s)
         self._keep_latest(readings)
         self._keep(readings, now_s)
-        histories = {key: list(series) for key, series in self._histories.items()}
+        histories = {
+            key: list(series)
+            for key, series in self._histories.items()
+            # What was not read now is not as it was then. Xids alone come only when there are some.
+            if key[0] == "xid" or series[-1].at_s >= now_s
+        }
         pids = {state.pid for state in states}
         gone = [state for state in self._before if state.pid not in pids]
         self._before = states
@@ -185,7 +190,7 @@ class HealthWatch:
         for key, series in list(self._histories.items()):
             while series and now_s - series[0].at_s > WINDOW_S:
                 series.popleft()
-            if not series or (key[0] == "worker" and series[-1].at_s < now_s):
+            if not series:
                 del self._histories[key]
 
     def _gpu_users(self, states: Iterable[WorkerState]) -> dict[str, str]:

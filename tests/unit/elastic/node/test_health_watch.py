@@ -42,6 +42,14 @@ def idle() -> Iterator[WorkerState]:
     process.wait()
 
 
+@pytest.fixture
+def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernel's list of mounts, as a watch reads it."""
+    file = tmp_path / "mounts"
+    monkeypatch.setattr(health_watch, "read_mounts", partial(read_mounts, file=file))
+    return file
+
+
 def told_of(worker: WorkerState | None) -> tuple[HealthWatch, list[list[Sign]]]:
     told: list[list[Sign]] = []
     states = [] if worker is None else [worker]
@@ -98,18 +106,48 @@ def test_the_readings_of_each_look_are_shown(idle: WorkerState) -> None:
 
 
 def test_the_disk_that_workers_write_to_is_looked_at_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: WorkerState
+    tmp_path: Path, mounts: Path, idle: WorkerState
 ) -> None:
-    mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda1 /boot ext4 ro 0 0\n/dev/sdb1 {tmp_path / 'ray'} ext4 rw 0 0\n")
-    reads = partial(read_mounts, file=mounts)
-    monkeypatch.setattr(health_watch, "read_mounts", reads)
     writes = replace(idle, logs=(str(tmp_path / "ray/logs/worker.out"),))
     shown: list[Reading] = []
     watch = HealthWatch("n1", lambda: [writes], lambda signs: None, shown.extend)
     for at_s in (1000.0, 1005.0):
         watch.look(at_s, 0.0)
     assert {r.of for r in shown if r.kind == "mount"} == {str(tmp_path / "ray")}
+
+
+def disks_lost(told: list[list[Sign]]) -> list[str]:
+    return [sign.of for sign in told[-1] if sign.name == "disk_lost"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_not_read_any_more_shows_nothing(mounts: Path, fails: bool) -> None:
+    """As of a disk that was unmounted, and where the instrument fails from now on."""
+    watch, told = told_of(None)
+    for now_s, options in ((1000.0, "rw"), (1005.0, "ro"), (1010.0, "ro")):
+        mounts.write_text(f"/dev/sda1 / ext4 {options} 0 0\n")
+        watch.look(now_s, 0.0)
+    if fails:
+        mounts.unlink()
+    else:
+        mounts.write_text("overlay / overlay rw 0 0\n")
+    for now_s in range(1015, 1070, 5):
+        watch.look(now_s, 0.0)
+    assert disks_lost(told) == ["/"], "it stands for a minute"
+    watch.look(1070.0, 0.0)
+    assert disks_lost(told) == []
+
+
+def test_what_could_not_be_read_at_one_look_is_held_against_the_one_before(mounts: Path) -> None:
+    watch, told = told_of(None)
+    mounts.write_text("/dev/sda1 / ext4 rw 0 0\n")
+    watch.look(1000.0, 0.0)
+    mounts.unlink()
+    watch.look(1005.0, 0.0)
+    mounts.write_text("/dev/sda1 / ext4 ro 0 0\n")
+    watch.look(1010.0, 0.0)
+    assert disks_lost(told) == ["/"]
 
 
 def test_a_worker_that_has_ended_is_forgotten(idle: WorkerState) -> None:
