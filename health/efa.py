@@ -54,6 +54,6 @@ def _counters(port: Path) -> dict[str, float]:
     for name in COUNTERS:
         try:
             values[name] = float((port / "hw_counters" / name).read_text())
-        except OSError:  # its driver has no such counter, or the device answers no more
+        except (OSError, ValueError):  # no such counter, no answer, or no number
             continue
     return values

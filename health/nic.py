@@ -32,6 +32,6 @@ def _counters(interface: Path) -> dict[str, float]:
         folder = interface if name == "carrier_down_count" else interface / "statistics"
         try:
             values[name] = float((folder / name).read_text())
-        except OSError:  # it went, or its driver has no such counter
+        except (OSError, ValueError):  # it went, or has no such counter, or that is no number
             continue
     return values

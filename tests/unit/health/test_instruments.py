@@ -59,9 +59,11 @@ def test_efa_is_told_from_other_devices(tmp_path: Path) -> None:
 
 
 def test_a_counter_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
-    """As of an EFA device that is going: the file is there, and reading it fails."""
+    """As of an EFA device that is going: the file is there, and reading it fails, or it is empty."""
     device(tmp_path, "rdmap16s27", "0x1d0f", "0xefa2", rx_drops=7)
-    (tmp_path / "rdmap16s27/ports/1/hw_counters/retrans_pkts").mkdir()
+    counted = tmp_path / "rdmap16s27/ports/1/hw_counters"
+    (counted / "retrans_pkts").mkdir()
+    (counted / "retrans_bytes").touch()
     (reading,) = read_efa(3.0, tmp_path)
     assert reading.values == {"rx_drops": 7.0}
 
@@ -69,6 +71,7 @@ def test_a_counter_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
 def test_interfaces(tmp_path: Path) -> None:
     (tmp_path / "eth0/statistics").mkdir(parents=True)
     (tmp_path / "eth0/statistics/rx_errors").write_text("4\n")
+    (tmp_path / "eth0/statistics/tx_errors").touch()
     (tmp_path / "eth0/carrier_down_count").write_text("2\n")
     (tmp_path / "lo/statistics").mkdir(parents=True)
     (reading,) = read_nics(1.0, tmp_path)
