@@ -6,12 +6,39 @@ run does not write to says nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from health.reading import Reading
 
 PROC = Path("/proc/self/mounts")
+
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+"""A blank, a tab, a newline, a # or a backslash within a field."""
+
+
+class Mount(NamedTuple):
+    """A file system in its place."""
+
+    device: str
+    place: str
+    kind: str
+    options: list[str]
+
+
+def list_mounts(file: Path = PROC) -> Iterator[Mount]:
+    """All of them, in the order in which they were mounted.
+
+    Args:
+        file: the kernel's list of mounts, fstab(5).
+    """
+    text = file.read_bytes().decode(errors="replace")
+    for line in filter(None, text.split("\n")):  # what else ends a line may stand in a place's name
+        fields = (_ESCAPE.sub(lambda found: chr(int(found[1], 8)), f) for f in line.split(" "))
+        device, place, kind, options, *_ = fields
+        yield Mount(device, place, kind, options.split(","))
 
 
 def read_mounts(at_s: float, written: Iterable[Path], file: Path = PROC) -> list[Reading]:
@@ -24,9 +51,8 @@ def read_mounts(at_s: float, written: Iterable[Path], file: Path = PROC) -> list
         file: the kernel's list of mounts, fstab(5).
     """
     found: dict[Path, tuple[str, float]] = {}
-    for line in file.read_text(errors="replace").splitlines():
-        device, place, _, options, *_ = line.split(" ")
-        found[Path(place)] = device, float("ro" in options.split(","))
+    for mount in list_mounts(file):
+        found[Path(mount.place)] = mount.device, float("ro" in mount.options)
     used = {next((at for at in (path, *path.parents) if at in found), None) for path in written}
     return [
         Reading(kind="mount", of=str(place), at_s=at_s, values={"read_only": read_only})

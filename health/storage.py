@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from health.mounts import PROC
+from health.mounts import PROC, list_mounts
 from health.reading import Reading
 
 log = logging.getLogger(__name__)
@@ -23,9 +23,11 @@ log = logging.getLogger(__name__)
 EVERY_S = 30.0
 """Between two questions to a mount."""
 
-_NETWORK = frozenset({"nfs", "nfs4", "lustre", "ceph", "cifs", "smb3", "gpfs", "beegfs", "9p"})
-_FUSE = "fuse."
-"""File systems in processes: of those of a network, most."""
+_NETWORK = frozenset(
+    {"nfs", "nfs4", "lustre", "ceph", "cifs", "smb3", "gpfs", "beegfs", "wekafs", "9p", "virtiofs"}
+    | {"fuse"}  # in processes: of those of a network, most
+)
+"""Kinds, without what "fuse.sshfs" has after its dot."""
 
 
 def network_mounts(file: Path = PROC) -> list[str]:
@@ -34,21 +36,30 @@ def network_mounts(file: Path = PROC) -> list[str]:
     Args:
         file: the kernel's list of mounts, fstab(5).
     """
-    lines = (line.split(" ") for line in file.read_text(errors="replace").splitlines())
-    found = {place: kind for _, place, kind, *_ in lines}
-    return [place for place, kind in found.items() if kind in _NETWORK or kind.startswith(_FUSE)]
+    found = {mount.place: mount.kind for mount in list_mounts(file)}
+    return [place for place, kind in found.items() if kind.split(".")[0] in _NETWORK]
 
 
-def ask(mount: str) -> None:
-    """Waits until a file system has answered a statfs(2), which an NFS client asks its server."""
+def ask(mount: str) -> bool:
+    """Waits until a file system has answered a statfs(2), which an NFS client asks its server.
+    Returns whether that was without an error.
+
+    Not by Python: where the interpreter lies on a mount that hangs, to start it hangs as well.
+    """
     command = ["stat", "--file-system", "--format=", "--", mount]
-    subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    silent = subprocess.DEVNULL
+    status = subprocess.run(command, stdout=silent, stderr=silent, check=False).returncode
+    return status <= 0  # below: the process was killed, which is no answer of the mount's
 
 
 @dataclass(kw_only=True)
 class _Question:
     asked_s: float
     answered_s: float | None = None
+    failed: bool = False
+    """The answer is an error."""
+    not_put: OSError | None = None
+    """Why no process could be started to ask, which says nothing of the mount."""
 
 
 class StorageWatch:
@@ -56,29 +67,37 @@ class StorageWatch:
 
     Args:
         mounts: where they are.
-        ask: waits for the answer of one.
+        ask: waits for the answer of one, and returns whether it is without an error. It raises
+            OSError where it cannot ask.
     """
 
     def __init__(
         self,
         mounts: Callable[[], list[str]] = network_mounts,
-        ask: Callable[[str], None] = ask,
+        ask: Callable[[str], bool] = ask,
     ) -> None:
         self._mounts, self._ask = mounts, ask
         self._latest: dict[str, _Question] = {}
+        self._told: set[str] = set()
+        """Why questions could not be put: each reason once, for all mounts."""
 
     def look(self, now_s: float) -> list[Reading]:
         """A reading of each mount, with `answer_s`, how long its latest answer took or has been
-        waited for, and `answered` 0 or 1. Asks those whose turn it is.
+        waited for, `answered` 0 or 1, and `failed` 1 where the answer is an error. None of one that
+        could not be asked. Asks those whose turn it is.
 
         Args:
             now_s: now, on the monotonic clock.
         """
         mounts = self._mounts()
         self._latest = {mount: q for mount, q in self._latest.items() if mount in mounts}
-        readings = [
-            self._reading(mount, question, now_s) for mount, question in self._latest.items()
-        ]
+        readings = []
+        for mount, question in self._latest.items():
+            if question.not_put is None:
+                readings.append(self._reading(mount, question, now_s))
+            elif (why := str(question.not_put)) not in self._told:
+                self._told.add(why)
+                log.warning("%s is not asked whether it answers: %s", mount, why)
         for mount in mounts:
             latest = self._latest.get(mount)
             answered = latest is None or latest.answered_s is not None
@@ -92,9 +111,9 @@ class StorageWatch:
     def _wait(self, mount: str, question: _Question) -> None:
         began_s = time.monotonic()
         try:
-            self._ask(mount)
-        except OSError as error:  # no process could be started, which says nothing of the mount
-            log.warning("%s is not asked whether it answers: %s", mount, error)
+            question.failed = not self._ask(mount)
+        except OSError as error:
+            question.not_put = error
         finally:
             question.answered_s = time.monotonic() - began_s
 
@@ -103,5 +122,6 @@ class StorageWatch:
         values = {
             "answer_s": now_s - question.asked_s if answered_s is None else answered_s,
             "answered": float(answered_s is not None),
+            "failed": float(question.failed),
         }
         return Reading(kind="storage", of=mount, at_s=now_s, values=values)

@@ -59,7 +59,7 @@ def test_efa_is_told_from_other_devices(tmp_path: Path) -> None:
 
 
 def test_a_counter_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
-    """As of an EFA device that is going: the file is there, and reading it fails, or it is empty."""
+    """As of an EFA device that is going: the file is there, and empty or not to be read."""
     device(tmp_path, "rdmap16s27", "0x1d0f", "0xefa2", rx_drops=7)
     counted = tmp_path / "rdmap16s27/ports/1/hw_counters"
     (counted / "retrans_pkts").mkdir()
@@ -95,10 +95,11 @@ def test_mounts_of_disks_that_are_written_to_the_last_at_each_place(tmp_path: Pa
         "/dev/sdd1 /old ext4 ro,relatime 0 0\n"
         "/dev/sde1 /staged ext4 ro,relatime 0 0\n"
         "tmpfs /tmp tmpfs rw 0 0\n"
+        "/dev/sdf1 /my\\040logs ext4 ro 0 0\n"
     )
-    written = [Path(path) for path in ("/home/me", "/data", "/old/a/b", "/tmp/ray")]
+    written = [Path(path) for path in ("/home/me", "/data", "/old/a/b", "/tmp/ray", "/my logs/1")]
     found = {one.of: one.values["read_only"] for one in read_mounts(0.0, written, mounts)}
-    assert found == {"/": 0.0, "/data": 0.0, "/old": 1.0}
+    assert found == {"/": 0.0, "/data": 0.0, "/old": 1.0, "/my logs": 1.0}
 
 
 def test_mounts_of_this_machine() -> None:

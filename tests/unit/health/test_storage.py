@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,27 @@ proc /proc proc rw 0 0
 tmpfs /dev/shm tmpfs rw 0 0
 fs-1.efs.eu-west-1.amazonaws.com:/ /data nfs4 rw,hard 0 0
 10.0.0.1@tcp:/fsx /fsx lustre rw 0 0
-mountpoint-s3 /s3 fuse.mountpoint-s3 ro 0 0
+mountpoint-s3 /s3 fuse ro 0 0
+s3fs /old-s3 fuse.s3fs rw 0 0
+/dev/sdb1 /stick fuseblk rw 0 0
+fusectl /sys/fs/fuse/connections fusectl rw 0 0
+weka/fs /weka wekafs rw 0 0
+host /shared virtiofs rw 0 0
+10.0.0.2:/a\\040b /mnt/my\\040share\\134\x85 nfs rw 0 0
 """
 
 
 def test_network_mounts_are_told_from_disks(tmp_path: Path) -> None:
     (tmp_path / "mounts").write_text(MOUNTS)
-    assert network_mounts(tmp_path / "mounts") == ["/data", "/fsx", "/s3"]
+    assert network_mounts(tmp_path / "mounts") == [
+        "/data",
+        "/fsx",
+        "/s3",
+        "/old-s3",
+        "/weka",
+        "/shared",
+        "/mnt/my share\\\x85",
+    ]
 
 
 @pytest.fixture
@@ -82,18 +97,33 @@ def _judged(series: list[Reading]) -> list[Sign]:
 
 @pytest.mark.parametrize(("answer_s", "signs"), [(0.01, set()), (2.0, {"storage_slow"})])
 def test_a_mount_that_takes_long_is_a_suspect(answer_s: float, signs: set[str]) -> None:
-    values = {"answer_s": answer_s, "answered": 1.0}
+    values = {"answer_s": answer_s, "answered": 1.0, "failed": 0.0}
     series = [Reading(kind="storage", of="/data", at_s=5.0 * i, values=values) for i in range(20)]
     assert {sign.name for sign in judge({("storage", "/data"): series}, "n1", 7.0)} == signs
+
+
+def test_an_answer_that_is_an_error_is_neither_quick_nor_slow() -> None:
+    """Here a file stands where a folder should, for which the kernel has an error, too."""
+    watch = StorageWatch(lambda: ["/", f"{__file__}/below"])
+    watch.look(0.0)
+    wait_until(lambda: all(r.values["answered"] for r in watch.look(1.0)), DEADLINE_S)
+    well, failed = watch.look(1.0)
+    assert (well.values["failed"], failed.values["failed"]) == (0.0, 1.0)
+    slow = replace(failed, values={**failed.values, "answer_s": 2.0})
+    assert {sign.name for sign in _judged([failed] * 20)} == set(), "it did from the start on"
+    assert {sign.name for sign in _judged([well, *[slow] * 20, well])} == set()
+    (sign,) = _judged([well, *[slow] * 20])
+    assert (sign.name, sign.role, sign.cause) == ("storage_failed", "confirmation", "storage")
 
 
 def test_each_mount_is_asked_now_and_then() -> None:
     asked: list[str] = []
     answered = threading.Semaphore(0)
 
-    def ask(mount: str) -> None:
+    def ask(mount: str) -> bool:
         asked.append(mount)
         answered.release()
+        return True
 
     watch = StorageWatch(lambda: ["/data"], ask)
     for now_s in (0.0, 5.0, EVERY_S - 1, EVERY_S, EVERY_S + 5):
@@ -104,18 +134,39 @@ def test_each_mount_is_asked_now_and_then() -> None:
     assert asked == ["/data", "/data"]
 
 
-def test_a_question_that_could_not_be_put_is_put_again(caplog: pytest.LogCaptureFixture) -> None:
-    """As where no process can be started: it says nothing of the mount."""
+def test_a_question_that_could_not_be_put_says_nothing_and_is_put_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As where no process can be started."""
     asked: list[str] = []
 
-    def ask(mount: str) -> None:
+    def ask(mount: str) -> bool:
         asked.append(mount)
-        if len(asked) == 1:
+        if len(asked) <= 4:
             raise BlockingIOError("Resource temporarily unavailable")
+        return True
 
-    watch = StorageWatch(lambda: ["/data"], ask)
+    watch = StorageWatch(lambda: ["/data", "/home"], ask)
     watch.look(0.0)
-    wait_until(lambda: bool(watch.look(1.0)[0].values["answered"]), DEADLINE_S)
-    watch.look(EVERY_S)
-    wait_until(lambda: len(asked) == 2, DEADLINE_S)
-    assert "/data is not asked whether it answers: Resource temporarily unavailable" in caplog.text
+    wait_until(lambda: watch.look(EVERY_S) == [] and len(asked) == 4, DEADLINE_S)
+
+    def answered() -> float:
+        return sum(reading.values["answered"] for reading in watch.look(2 * EVERY_S))
+
+    wait_until(lambda: answered() == 2, DEADLINE_S)
+    assert len(asked) == 6
+    (told,) = caplog.messages
+    assert told.endswith(" is not asked whether it answers: Resource temporarily unavailable")
+
+
+def test_where_there_is_no_stat_nothing_is_said_of_mounts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    watch = StorageWatch(lambda: ["/data"])
+    watch.look(0.0)
+    wait_until(lambda: watch.look(1.0) == [], DEADLINE_S)
+    (told,) = caplog.messages
+    assert told == (
+        "/data is not asked whether it answers: [Errno 2] No such file or directory: 'stat'"
+    )
