@@ -62,15 +62,9 @@ def machine_with(storage: Iterable[str]) -> tuple[Machine, tuple[str, ...]]:
     temporary files; and what in `storage` are stores elsewhere."""
     places = tuple(storage)
     local = (Path(str(place_of(place))) for place in places if is_local(place))
-    folders = (_temporary_folder(), *local)
+    folders = (temporary_folder(), *local)
     stores = tuple(place for place in places if not is_local(place))
     return this_machine(os.environ, folders), stores
-
-
-def _temporary_folder() -> Path:
-    """Where `tempfile` looks first. It would write a file to choose, which a full disk refuses."""
-    named = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
-    return Path(next(filter(None, named), "/tmp"))
 
 
 def _limit(of: int) -> int | None:
