@@ -6,6 +6,7 @@ run does not write to says nothing of it.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,13 @@ PROC = Path("/proc/self/mounts")
 
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 """A blank, a tab, a newline, a # or a backslash within a field."""
+
+
+def temporary_folder() -> Path:
+    """Where `tempfile` looks first. It would write a file to choose, which a disk that is full or
+    read-only refuses: the ones that are looked for."""
+    named = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
+    return Path(next(filter(None, named), "/tmp"))
 
 
 class Mount(NamedTuple):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from checkpointing import is_local, place_of
 from elastic.doctor.clock import Clock, read_clock
+from health.mounts import temporary_folder
 from trainer.backend.efa_facts import EfaFacts, read_efa
 from trainer.backend.efa_settings import INSTANCES, InstanceKind
 

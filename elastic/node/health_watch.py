@@ -19,7 +19,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import gettempdir
 
 from elastic.protocol.causes import OUT_OF_MEMORY, USER_ERROR
 from health.efa import read_efa
@@ -27,7 +26,7 @@ from health.gpu import Gpus, keep_our_pids, open_nvml
 from health.judgement import WINDOW_S, judge
 from health.kernel_log import has_our_pids, open_kernel_log
 from health.log_tail import LogTail
-from health.mounts import read_mounts
+from health.mounts import read_mounts, temporary_folder
 from health.nic import read_nics
 from health.oom_kills import read_oom_kills
 from health.process import output_files
@@ -171,7 +170,7 @@ class HealthWatch:
     def _read_mounts(self, now_s: float) -> list[Reading]:
         """Of what is written to for sure: where Ray keeps the workers' output, and where all have
         their temporary files."""
-        return read_mounts(now_s, {Path(p).resolve() for p in (*self._tails, gettempdir())})
+        return read_mounts(now_s, {Path(p).resolve() for p in (*self._tails, temporary_folder())})
 
     @contextlib.contextmanager
     def _going_on(self, what: str) -> Iterator[None]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -119,6 +121,23 @@ def test_the_disk_that_workers_write_to_is_looked_at_and_no_other(
 
 def disks_lost(told: list[list[Sign]]) -> list[str]:
     return [sign.of for sign in told[-1] if sign.name == "disk_lost"]
+
+
+def test_a_disk_that_takes_no_file_any_more_is_looked_at(
+    mounts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RLIMIT_FSIZE stands for the disk: where nothing can be written, `tempfile` finds no place."""
+    monkeypatch.setattr(tempfile, "tempdir", None)  # as of a process that has asked for none yet
+    watch, told = told_of(None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for now_s, options in ((1000.0, "rw"), (1005.0, "ro")):
+        mounts.write_text(f"/dev/sda1 / ext4 {options} 0 0\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # binds root too
+        try:
+            watch.look(now_s, 0.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert disks_lost(told) == ["/"]
 
 
 @pytest.mark.parametrize("fails", [False, True])
