@@ -4,7 +4,8 @@
     in none ─────► start another from the template, subnet by subnet ──► terminate the old one
 
 Without a group the new instance comes first: EC2 may give out again what was just given back. Only
-where a capacity reservation is full does the old one go first, for it takes the new one's place.
+where a capacity reservation or a quota is full does the old one go first, for it takes the new
+one's place.
 
 An instance without the cluster's tag is never touched; the policy in `examples/aws` has the same
 condition.
@@ -23,12 +24,13 @@ KEPT_TAG, REPLACES_TAG = "elastictrainer:kept", "elastictrainer:replaces"
 _GROUP_TAG = "aws:autoscaling:groupName"
 """EC2 sets it, and takes it away from an instance that is detached."""
 _GOING = ("pending", "running")
-_NO_CAPACITY = {
+_FULL = {"ReservationCapacityExceeded", "VcpuLimitExceeded", "InstanceLimitExceeded"}
+"""Codes after which there is room for another instance once the old one has ended."""
+_NO_CAPACITY = _FULL | {
     "InsufficientInstanceCapacity",
     "InsufficientCapacity",
     "InsufficientHostCapacity",
     "InsufficientReservedInstanceCapacity",
-    "ReservationCapacityExceeded",
     "SpotMaxPriceTooLow",
     "MaxSpotInstanceCountExceeded",
     "InsufficientFreeAddressesInSubnet",
@@ -38,7 +40,6 @@ _NO_CAPACITY = {
 have this kind of instance at all.
 Source: https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html
 """
-_RESERVATION_FULL = "ReservationCapacityExceeded"
 _NOT_FOUND = "InvalidInstanceID.NotFound"
 
 
@@ -197,13 +198,13 @@ class Ec2Provider:
         refused = self._launch_somewhere(config.launch_template, machine)
         if isinstance(refused, str):
             return refused
-        if _RESERVATION_FULL in refused.values() and not config.keep_for_inspection:
+        if not _FULL.isdisjoint(refused.values()) and not config.keep_for_inspection:
             self._terminate(machine)
         said = ", ".join(f"{subnet}: {code}" for subnet, code in refused.items())
         raise NoCapacityError(
             machine,
             f"no capacity for {config.launch_template} ({said})",
-            "Add subnets of other zones to health.replace_nodes.subnets, or capacity",
+            "Add subnets of other zones to health.replace_nodes.subnets, capacity, or a quota",
         )
 
     def _launch_somewhere(self, template: str, machine: str) -> str | dict[str, str]:

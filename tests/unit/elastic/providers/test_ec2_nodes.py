@@ -171,12 +171,17 @@ def test_without_capacity_anywhere_the_old_one_stays_until_there_is(cloud: Cloud
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_full_reservation_gets_the_old_ones_place(cloud: Cloud, keep: bool) -> None:
+@pytest.mark.parametrize(
+    "code", ["ReservationCapacityExceeded", "VcpuLimitExceeded", "InstanceLimitExceeded"]
+)
+def test_a_full_reservation_or_quota_gets_the_old_ones_place(
+    cloud: Cloud, code: str, keep: bool
+) -> None:
     """But not the place of one that is to be looked at."""
-    cloud.template(f"reserved-{keep}")
+    cloud.template(f"{code}-{keep}")
     bad = cloud.instance()["InstanceId"]
-    cloud.refuse[""] = "ReservationCapacityExceeded"
-    replacing = provider(launch_template=f"reserved-{keep}", keep_for_inspection=keep)
+    cloud.refuse[""] = code
+    replacing = provider(launch_template=f"{code}-{keep}", keep_for_inspection=keep)
     with pytest.raises(NoCapacityError):
         replacing.replace([node()], bad, REASON)
     assert cloud.state(bad) == ("running" if keep else "terminated")
