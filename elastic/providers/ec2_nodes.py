@@ -13,10 +13,11 @@ condition.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from elastic.errors import NoCapacityError, ReplaceError
+from elastic.errors import NoCapacityError, ProviderAwayError, ReplaceError
 from elastic.node_config import Ec2Nodes
 from elastic.providers.node_provider import NodeIdentity
 
@@ -40,7 +41,46 @@ _NO_CAPACITY = _FULL | {
 have this kind of instance at all.
 Source: https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html
 """
+_TOO_MANY = 429
+_NOT_NOW = {
+    "EC2ThrottledException",
+    "RequestLimitExceeded",
+    "Throttling",
+    "ThrottlingException",
+    "ResourceContention",
+    "ScalingActivityInProgress",
+}
+"""Codes after which the same call may pass later: there were too many calls, or the Auto Scaling
+group is busy.
+Source: https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_DetachInstances.html
+"""
 _NOT_FOUND = "InvalidInstanceID.NotFound"
+
+
+@contextmanager
+def _asked_again() -> Iterator[None]:
+    """Calls of EC2 and Auto Scaling, each of which may be made twice.
+
+    Raises:
+        ProviderAwayError: one was not answered, or not served, after all tries of boto3's.
+    """
+    from botocore import exceptions
+
+    try:
+        yield
+    except (
+        exceptions.ClientError,
+        exceptions.ConnectionError,
+        exceptions.HTTPClientError,
+    ) as error:
+        if isinstance(error, exceptions.ClientError):
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+            code = error.response["Error"]["Code"]
+            if status < 500 and status != _TOO_MANY and code not in _NOT_NOW:
+                raise
+        raise ProviderAwayError(
+            "EC2", f"{type(error).__name__}: {error}", "Look at the way there, and at its limits"
+        ) from error
 
 
 class Ec2Provider:
@@ -79,6 +119,7 @@ class Ec2Provider:
             )
         return str(found[0])
 
+    @_asked_again()
     def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
         instance = self._own(machine, reason)
         group = group_of(instance)
@@ -100,7 +141,8 @@ class Ec2Provider:
             return None
         from botocore.exceptions import HTTPClientError
 
-        self._own(machine, reason)
+        with _asked_again():
+            self._own(machine, reason)
         try:
             self._client("ec2").reboot_instances(InstanceIds=[machine])
         except HTTPClientError as error:  # it was sent; who hears of a failure may send it again

@@ -20,6 +20,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from elastic.providers.ec2_nodes import REPLACES_TAG
 from tests.support.fakes.s3_server import CREDENTIALS
 
 _NEVER = "i-00000000000000000"
@@ -43,6 +44,8 @@ class Cloud:
         """Instances that have ended so long ago that EC2 knows nothing of them any more."""
         self.unanswered: set[str] = set()
         """Actions that are carried out, and whose answers are lost: the line breaks."""
+        self.failing: dict[str, tuple[int, str]] = {}
+        """Action -> HTTP status and error code that it gets, and is not carried out."""
         self.launches: list[dict[str, str]] = []
         """The parameters of every RunInstances, as they came."""
         self.reboots: list[str] = []
@@ -98,6 +101,13 @@ class Cloud:
         found: dict[str, Any] = batch["Instances"][0]
         return found
 
+    def successors(self, instance: str) -> list[dict[str, Any]]:
+        """The instances that have the tag that they replace it."""
+        found = self.ec2.describe_instances(
+            Filters=[{"Name": f"tag:{REPLACES_TAG}", "Values": [instance]}]
+        )
+        return [one for batch in found["Reservations"] for one in batch["Instances"]]
+
     def state(self, instance: str) -> str:
         """Its state."""
         return str(self.look(instance)["State"]["Name"])
@@ -133,7 +143,7 @@ def ec2_server() -> Iterator[Cloud]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Passes requests on, but for launches that are refused."""
+    """Passes requests on, but for those that are refused."""
 
     protocol_version = "HTTP/1.1"
 
@@ -144,11 +154,13 @@ class _Handler(BaseHTTPRequestHandler):
             body = body.replace(instance.encode(), _NEVER.encode())
         asked = {name: values[0] for name, values in parse_qs(body.decode()).items()}
         server.cloud.calls.add(f"{_service(self.headers['Authorization'])}:{asked['Action']}")
+        if asked["Action"] in server.cloud.failing:
+            return self._refuse(*server.cloud.failing[asked["Action"]])
         if asked["Action"] == "RunInstances":
             server.cloud.launches.append(asked)
             subnet = asked.get("SubnetId") or asked.get("NetworkInterface.1.SubnetId", "")
             if subnet in server.cloud.refuse:
-                return self._refuse(server.cloud.refuse[subnet])
+                return self._refuse(400, server.cloud.refuse[subnet])
         if asked["Action"] == "RebootInstances":
             server.cloud.reboots.append(asked["InstanceId.1"])
         upstream = http.client.HTTPConnection(server.upstream, timeout=60)
@@ -162,9 +174,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._send(answer.status, told)
 
-    def _refuse(self, code: str) -> None:
+    def _refuse(self, status: int, code: str) -> None:
+        """As EC2 says it, or Auto Scaling."""
         error = f"<Error><Code>{code}</Code><Message>injected</Message></Error>"
-        self._send(400, f"<Response><Errors>{error}</Errors></Response>".encode())
+        if _service(self.headers["Authorization"]) == "ec2":
+            error = f"<Errors>{error}</Errors>"
+        self._send(status, f"<Response>{error}</Response>".encode())
 
     def _send(self, status: int, body: bytes) -> None:
         self.send_response(status)

@@ -12,7 +12,7 @@ import pytest
 from botocore.retries.standard import ExponentialBackoff
 
 import elastic.providers.ec2_nodes
-from elastic.errors import NoCapacityError, ReplaceError
+from elastic.errors import NoCapacityError, ProviderAwayError, ReplaceError
 from elastic.node_config import Ec2Nodes
 from elastic.providers.ec2_nodes import KEPT_TAG, REPLACES_TAG, Ec2Provider, plan_place
 from elastic.providers.node_provider import NodeIdentity
@@ -36,8 +36,15 @@ def cloud(server: Cloud) -> Cloud:
     server.launches.clear()
     server.reboots.clear()
     server.unanswered.clear()
+    server.failing.clear()
     server.calls.clear()
     return server
+
+
+@pytest.fixture
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """boto3 makes its tries without waiting."""
+    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.0)
 
 
 def provider(**settings: Any) -> Ec2Provider:
@@ -83,10 +90,10 @@ def test_one_is_rebooted_where_its_image_starts_ray_and_it_has_the_tag(cloud: Cl
     assert cloud.reboots == [ours]
 
 
+@pytest.mark.usefixtures("_no_pauses")
 def test_a_reboot_whose_answer_is_lost_counts_as_asked_for(
-    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+    cloud: Cloud,
 ) -> None:
-    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.0)
     ours = cloud.instance()["InstanceId"]
     cloud.unanswered.add("RebootInstances")
     said = provider(reboot=True).reboot([node()], ours, REASON)
@@ -145,9 +152,7 @@ def test_without_capacity_the_next_zone_is_asked_with_all_interfaces(cloud: Clou
         assert asked[f"{interface}.NetworkCardIndex"] == str(card)
         assert asked[f"{interface}.InterfaceType"] == "efa"
         assert asked[f"{interface}.SubnetId"] == second
-    (new,) = cloud.ec2.describe_instances(
-        Filters=[{"Name": f"tag:{REPLACES_TAG}", "Values": [bad]}]
-    )["Reservations"][0]["Instances"]
+    (new,) = cloud.successors(bad)
     assert said == f"instance {new['InstanceId']} was started; {bad} was terminated"
     assert tags(new).items() >= {TAG["Key"]: TAG["Value"], REPLACES_TAG: bad}.items()
     assert new["SubnetId"] == second and cloud.state(bad) == "terminated"
@@ -205,6 +210,80 @@ def test_one_that_ec2_has_forgotten_counts_as_terminated(cloud: Cloud) -> None:
     said = replacing.replace([node()], bad, REASON)
     assert said.startswith("instance i-") and said.endswith(f"was started; {bad} is gone already")
     assert len(cloud.launches) == 3
+
+
+@pytest.mark.usefixtures("_no_pauses")
+@pytest.mark.parametrize("lost", ["DescribeInstances", "RunInstances", "TerminateInstances"])
+def test_where_an_answer_is_lost_the_next_call_goes_on(cloud: Cloud, lost: str) -> None:
+    cloud.template(f"goes-on-{lost}")
+    bad = cloud.instance()["InstanceId"]
+    replacing = provider(launch_template=f"goes-on-{lost}")
+    cloud.unanswered.add(lost)
+    with pytest.raises(ProviderAwayError, match="EC2: ConnectionClosedError"):
+        replacing.replace([node()], bad, REASON)
+    cloud.unanswered.clear()
+    said = replacing.replace([node()], bad, REASON)
+    assert said.endswith(f"was started; {bad} was terminated") and cloud.state(bad) == "terminated"
+    tokens = {one["ClientToken"] for one in cloud.launches}
+    assert len(tokens) == 1, "by which EC2, unlike moto, knows one launch that is asked for again"
+
+
+@pytest.mark.usefixtures("_no_pauses")
+@pytest.mark.parametrize(
+    ("action", "status", "code"),
+    [
+        ("DescribeInstances", 503, "RequestLimitExceeded"),
+        ("RunInstances", 500, "InternalError"),
+        ("TerminateInstances", 400, "Throttling"),
+        ("TerminateInstances", 429, "SomethingNew"),
+    ],
+)
+def test_a_call_that_is_not_served_now_is_asked_for_again(
+    cloud: Cloud, action: str, status: int, code: str
+) -> None:
+    cloud.template(f"busy-{code}")
+    bad = cloud.instance()["InstanceId"]
+    replacing = provider(launch_template=f"busy-{code}")
+    cloud.failing[action] = status, code
+    with pytest.raises(ProviderAwayError, match=code):
+        replacing.replace([node()], bad, REASON)
+    assert cloud.state(bad) == "running"
+    cloud.failing.clear()
+    replacing.replace([node()], bad, REASON)
+    assert cloud.state(bad) == "terminated" and len(cloud.successors(bad)) == 1
+
+
+@pytest.mark.usefixtures("_no_pauses")
+@pytest.mark.parametrize("code", ["ScalingActivityInProgress", "ResourceContention"])
+@pytest.mark.parametrize(
+    ("action", "keep"),
+    [("TerminateInstanceInAutoScalingGroup", False), ("DetachInstances", True)],
+)
+def test_a_group_that_is_busy_is_asked_again(
+    cloud: Cloud, code: str, action: str, keep: bool
+) -> None:
+    bad, good = cloud.group(f"busy-{code}-{keep}", 2)
+    replacing = provider(keep_for_inspection=keep)
+    cloud.failing[action] = 400, code
+    with pytest.raises(ProviderAwayError, match=code):
+        replacing.replace([node()], bad, REASON)
+    assert bad in cloud.members(f"busy-{code}-{keep}")
+    cloud.failing.clear()
+    replacing.replace([node()], bad, REASON)
+    after = cloud.members(f"busy-{code}-{keep}")
+    assert len(after) == 2 and good in after and bad not in after
+
+
+@pytest.mark.usefixtures("_no_pauses")
+def test_where_nobody_listens_it_is_asked_again(
+    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = cloud.instance()["InstanceId"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(ProviderAwayError, match="EC2: EndpointConnectionError"):
+        provider().replace([node()], bad, REASON)
+    with pytest.raises(ProviderAwayError, match="EC2: EndpointConnectionError"):
+        provider(reboot=True).reboot([node()], bad, REASON)
 
 
 def test_what_was_started_before_is_not_started_again(cloud: Cloud) -> None:
