@@ -96,7 +96,8 @@ class Ec2Provider:
         self._tag = {"Key": key, "Value": value}
         self._clients: dict[str, Any] = {}
         self._known: dict[str, dict[str, Any]] = {}
-        """Instances found to be the cluster's: one that has ended is not shown for long."""
+        """Instances found to be the cluster's: one that has ended loses its tags by and by, and is
+        not shown for long."""
 
     def machine_of(self, node: NodeIdentity) -> str:
         """The id of the instance: Ray was told, or it is the one of the cluster with that address.
@@ -161,7 +162,10 @@ class Ec2Provider:
         Raises:
             ReplaceError: it is not one.
         """
-        found = next(iter(self._instances({"instance-id": machine})), self._known.get(machine))
+        found = next(iter(self._instances({"instance-id": machine})), None)
+        ended = found is None or found["State"]["Name"] not in _GOING
+        if ended and machine in self._known:
+            found = {**self._known[machine], "State": {"Name": "terminated"}}
         if found is None or self._tag not in found.get("Tags", ()):
             raise ReplaceError(
                 machine,

@@ -195,6 +195,27 @@ def test_a_full_reservation_or_quota_gets_the_old_ones_place(
     assert len(cloud.launches) == 2
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_one_that_has_ended_is_known_without_its_tags(cloud: Cloud, grouped: bool) -> None:
+    """EC2 takes them from it by and by, before it forgets it."""
+    template = f"untagged-{grouped}"
+    cloud.template(template)
+    bad = cloud.group("untagged", 1)[0] if grouped else cloud.instance()["InstanceId"]
+    replacing = provider(launch_template=template)
+    cloud.refuse[""] = "ReservationCapacityExceeded"
+    if grouped:
+        replacing.replace([node()], bad, REASON)
+    else:
+        with pytest.raises(NoCapacityError):
+            replacing.replace([node()], bad, REASON)
+    cloud.ec2.delete_tags(Resources=[bad], Tags=[TAG])
+    assert cloud.state(bad) == "terminated" and TAG["Key"] not in tags(cloud.look(bad))
+    cloud.refuse.clear()
+    said = replacing.replace([node()], bad, REASON)
+    assert said.endswith("its group starts another" if grouped else f"{bad} was terminated")
+    assert len(cloud.launches) == (0 if grouped else 2)
+
+
 def test_one_that_ec2_has_forgotten_counts_as_terminated(cloud: Cloud) -> None:
     """As where its reservation's place was lost to another, and comes back an hour later."""
     cloud.template("lost")
