@@ -124,9 +124,7 @@ class Ec2Provider:
     def replace(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str:
         instance = self._own(machine, reason)
         group = group_of(instance)
-        if instance["State"]["Name"] not in _GOING and (
-            group is not None or self._config.launch_template is None
-        ):
+        if group is not None and instance["State"]["Name"] not in _GOING:
             return "it has ended already; its group starts another"
         if group is not None:
             return self._replace_in(group, machine, reason)

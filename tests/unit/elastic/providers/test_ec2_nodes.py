@@ -108,6 +108,9 @@ def test_a_group_replaces_its_instance_at_the_same_size(cloud: Cloud) -> None:
     after = cloud.members("workers")
     assert len(after) == 2 and good in after and bad not in after
     assert cloud.state(bad) == "terminated"
+    # Unlike moto, EC2 leaves it the name of its group.
+    named = [{"Key": "aws:autoscaling:groupName", "Value": "workers"}]
+    cloud.ec2.create_tags(Resources=[bad], Tags=named)
     again = provider().replace([node()], bad, REASON)
     assert again == "it has ended already; its group starts another"
     assert cloud.members("workers") == after
@@ -330,6 +333,9 @@ def test_without_group_and_template_it_says_what_is_missing(cloud: Cloud) -> Non
     with pytest.raises(ReplaceError, match=r"Set health\.replace_nodes\.launch_template"):
         provider().replace([node()], bad, REASON)
     assert cloud.state(bad) == "running"
+    cloud.ec2.terminate_instances(InstanceIds=[bad])  # as where EC2 takes back a spot instance
+    with pytest.raises(ReplaceError, match=r"Set health\.replace_nodes\.launch_template"):
+        provider().replace([node()], bad, REASON)
 
 
 def test_each_interface_gets_the_subnet() -> None:
