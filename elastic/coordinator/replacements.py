@@ -14,6 +14,7 @@
                                               ──► NodeProvider.replace ──► replaced | failed
                                          or, where a reboot is due and possible ──► rebooted
     told, failed ──► looked at each minute ──► cleared, when nothing speaks against it any more
+    rebooted ──► looked at after 15 minutes ──► returned, or suspect again, and to be replaced
     a coordinator that a reboot took with it had asked for that ──► rebooted; perhaps ──► replaced
     begun ──► looked at each minute ──► cleared by `elastic nodes clear`: left, and not replaced
 
@@ -31,7 +32,14 @@ from dataclasses import replace
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.run_log import RunLog
-from elastic.coordinator.suspicions import Find, Live, Machine, Suspicions, identify
+from elastic.coordinator.suspicions import (
+    REBOOT_S,
+    Find,
+    Live,
+    Machine,
+    Suspicions,
+    identify,
+)
 from elastic.coordinator.workers import Workers
 from elastic.errors import NoCapacityError, ProviderAwayError
 from elastic.membership.failure import INCIDENT_S
@@ -99,6 +107,7 @@ class Replacements:
         self._workers, self._records, self._aside = workers, records, aside
         self._drain, self._emptied = drain, emptied
         nodes = config.health.replace_nodes
+        self._kube = isinstance(nodes, KubeNodes)
         self._provider = provider or open_provider(
             nodes, end_node=end_node, address=cluster_address
         )
@@ -158,8 +167,7 @@ class Replacements:
         for event in self._unfinished:
             self._aside.spawn(self._go_on(event))
         for event in self._settled.values():
-            if event.outcome in _STAYS:
-                self._aside.spawn(self._look_on(event))
+            self._look_again(event)
 
     def mend(self, node: str, cause: str, detail: str, weight: float, step: Step) -> None:
         """A verdict calls for a machine step of the ladder. It is remembered as what a loss says of
@@ -172,7 +180,7 @@ class Replacements:
         if not self.acts or node not in self._suspected:
             return False
         settled = self._settled.get(node)
-        return settled is None or settled.outcome in ("rebooted", "replaced")
+        return settled is None or settled.outcome in ("rebooted", "returned", "replaced")
 
     def why_not(self, nodes: Collection[str]) -> str | None:
         """Why nothing more is done to any of these machines; None where something may be."""
@@ -227,6 +235,35 @@ class Replacements:
             return
         step: Step = "replace_node" if probation == "perhaps" else event.step
         await self._replace(provider, machine, replace(event, step=step))
+
+    def _look_again(self, event: events.NodeReplacement) -> None:
+        """What is settled so may not stay so. A node of Kubernetes may be back with no pod of the
+        cluster's on it: that it is mended is HyperPod's business."""
+        if event.outcome in _STAYS:
+            self._aside.spawn(self._look_on(event))
+        elif event.outcome == "rebooted" and not self._kube:
+            self._aside.spawn(self._see_back(event))
+
+    async def _see_back(self, event: events.NodeReplacement) -> None:
+        """A machine that does not come back from its reboot is suspect again."""
+        node, machine, back = event.node, event.machine, None
+        pause_s = max(0.0, event.time + REBOOT_S - time.time())
+        while back is None:
+            if not await self._aside.goes_on_for(pause_s):
+                return
+            back, pause_s = await self._suspicions.is_back(machine), LOOK_S
+        if list(self._suspected.values()).count(machine) > 1:
+            return  # it came back, and is seen to by another of Ray's nodes there
+        if back:
+            event = replace(
+                event, time=time.time(), outcome="returned", detail="Ray has a node there"
+            )
+            self._settled[node] = event
+            self._records.note(event)
+            return
+        del self._suspected[node], self._settled[node]
+        late = f"none of Ray's nodes is there {REBOOT_S:g} s after its reboot was asked for"
+        self.mend(node, "reboot", late, 1.0, "replace_node")
 
     async def _look_on(self, event: events.NodeReplacement) -> None:
         """A machine stays as it is: it is suspect for as long as something speaks against it, and
@@ -299,10 +336,11 @@ class Replacements:
 
     def _hold(self) -> str | None:
         open_ = self._open.keys() - self._waiting.keys()
+        settled = (one for one in self._settled.values() if one.outcome != "returned")
         return decide_hold(
             machines=len(self._workers.nodes | open_),
             suspects=len(open_),
-            settled=[*(event.time for event in self._settled.values()), *self._waiting.values()],
+            settled=[*(one.time for one in settled), *self._waiting.values()],
             begun=self._begun,
             now=time.time(),
             most_per_hour=self._most_per_hour,
@@ -416,6 +454,5 @@ class Replacements:
             self._settled[event.node] = event
             self._waiting.pop(event.node, None)
         self._records.note(event)
-        if outcome in _STAYS:
-            self._aside.spawn(self._look_on(event))
+        self._look_again(event)
         return event

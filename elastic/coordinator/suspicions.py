@@ -42,7 +42,7 @@ ASK_S, LONGEST_ASK_S = 60.0, 600.0
 
 REBOOT_S = 900.0
 """For so long after a reboot was asked for the end of the machine is that reboot: it may come
-minutes later, when workers have started there again."""
+minutes later, when workers have started there again. Then it should be back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +212,24 @@ class Suspicions:
 
     async def nodes_of(self, machine: Machine) -> list[NodeIdentity] | None:
         """All of Ray's nodes on a machine; None where the run ends before Ray tells."""
+        live = await self._machines()
+        if live is None:
+            return None
+        others = (each for each in live if each.node.node != machine.node.node)
+        return [machine.node, *(each.node for each in others if each.name == machine.name)]
+
+    async def is_back(self, machine: str) -> bool | None:
+        """Whether any of Ray's nodes is on a machine; None where nobody can tell now."""
+        live = await self._machines()
+        if live is None:
+            return None
+        if any(each.name == machine for each in live):
+            return True
+        return None if any(each.unknown is not None for each in live) else False
+
+    async def _machines(self) -> list[Machine] | None:
+        """Those below the nodes that Ray believes alive; None where the run ends before it tells
+        which these are."""
         while True:
             try:
                 live = await self._aside.on_thread(self._live)
@@ -220,8 +238,7 @@ class Suspicions:
                 log.warning("Ray does not say what nodes it has, and is asked again: %s", error)
             if not await self._aside.goes_on_for(ASK_S):
                 return None
-        others = [await self.machine_of(node) for node in live if node != machine.node.node]
-        return [machine.node, *(each.node for each in others if each.name == machine.name)]
+        return [await self.machine_of(node) for node in live]
 
     def _identify(self, node: str) -> Machine:
         identity = _unknown(node)

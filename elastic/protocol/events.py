@@ -20,7 +20,7 @@ from health.verdict import Step
 RegroupReason = Literal["fault", "grow", "heal", "drain", "move", "repair", "stop"]
 RegroupOutcome = Literal["start", "repeat", "finish_step", "boundary", "restore"]
 ReplacementOutcome = Literal[
-    "told", "held_back", "cleared", "begun", "rebooted", "replaced", "failed"
+    "told", "held_back", "cleared", "begun", "rebooted", "returned", "replaced", "failed"
 ]
 RemedyOutcome = Literal["told", "taken", "held_back"]
 TroubleKind = Literal["nonfinite", "loss_spike", "norm_spike", "no_progress"]
@@ -454,8 +454,8 @@ class NodeReplacement(Event):
     """The machine's name, which outlives Ray: an instance, a Kubernetes node, an address."""
     outcome: ReplacementOutcome
     """`told`: it stays, as `health.replace_nodes` is "tell"; `held_back`: not now; `cleared`:
-    nothing speaks against it any more; `begun`: the run leaves it; `rebooted`; `replaced`;
-    `failed`."""
+    nothing speaks against it any more; `begun`: the run leaves it; `rebooted`; `returned`: from
+    that; `replaced`; `failed`."""
     reason: str
     """What speaks against it."""
     detail: str

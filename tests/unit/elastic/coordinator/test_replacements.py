@@ -65,6 +65,8 @@ class Desk(CoordinatorDesk):
         health = HealthConfig(max_replacements_per_hour=per_hour, replace_nodes=nodes)
         super().__init__(root / "run", health=health)
         self._head, self._gone, self._silent = head, gone, silent
+        self.alive = ["A", "B", "C"]
+        """Those that Ray believes alive."""
         self.ended: list[str] = []
         self.drained: list[str] = []
         self.saving: dict[str, asyncio.Event] = {}
@@ -81,7 +83,7 @@ class Desk(CoordinatorDesk):
             begun=begun,
             provider=provider or (None if tells else RayProvider(self.ended.append)),
             find=self._find,
-            live=lambda: ["A", "B", "C"],
+            live=lambda: self.alive,
             drain=lambda node, deadline_s, reason: self.drained.append(node),
         )
 
@@ -954,7 +956,7 @@ class Reboots(Scarce):
         """How it ends then, where not well."""
 
     def machine_of(self, node: NodeIdentity) -> str:
-        return f"m-{node.node}"
+        return f"m-{node.node[0]}"  # after a reboot Ray has another node there
 
     def reboot(self, nodes: Sequence[NodeIdentity], machine: str, reason: str) -> str | None:
         if self.refusals:
@@ -1074,6 +1076,148 @@ def test_a_reboot_that_the_platform_may_have_heard_of_counts_as_asked_for(
 
     second.run(comes_back)
     assert provider.rebooted == [] and provider.replaced == ["m-B"]
+
+
+@pytest.fixture
+def _quick_reboots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are over in a moment."""
+    monkeypatch.setattr(replacements, "REBOOT_S", 0.1)
+
+
+def before(desk: Desk, *outcomes: events.ReplacementOutcome, ago_s: float = 0.0) -> None:
+    """What a coordinator before this one has done about machine m-B, which has left a mark."""
+    desk.file.add("m-B", replace(mark(0.3, ago_s=ago_s), cause="rebooted", run="run"))
+    desk.replacements.replay(
+        events.NodeReplacement(
+            time=time.time() - ago_s,
+            node="B",
+            machine="m-B",
+            outcome=one,
+            reason="gpu_error: Xid 95",
+            detail="",
+            step="reboot",
+        )
+        for one in outcomes
+    )
+
+
+@pytest.mark.usefixtures("_quick_reboots")
+def test_a_machine_that_does_not_come_back_from_its_reboot_is_replaced(tmp_path: Path) -> None:
+    provider = Reboots()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        desk.alive.remove("B")
+        await desk.until_it_may_reboot()
+        *_, again, done = await desk.outcomes("begun", "rebooted", "begun", "replaced")
+        assert (again.node, again.machine, again.step) == ("B", "m-B", "replace_node")
+        late = "none of Ray's nodes is there 0.1 s after its reboot was asked for"
+        assert done.reason == f"reboot: {late}"
+
+    desk.run(story)
+    assert provider.rebooted == [["B"]] and provider.replaced == ["m-B"]
+    assert desk.file.read() == {}
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_that_holds_for_a_coordinator_started_anew_and_for_the_breaker(
+    tmp_path: Path, held: bool
+) -> None:
+    provider = Reboots()
+    begun = [time.time() - 3599.5] if held else []
+    desk = Desk(tmp_path, provider=provider, per_hour=1, begun=begun)
+    before(desk, "begun", "rebooted", ago_s=901.0)
+
+    async def story() -> None:
+        desk.alive.remove("B")
+        await desk.lose("b", cause=CRASH)
+        desk.replacements.begin()
+        await desk.outcomes(*(["held_back"] if held else []), "begun", "replaced")
+
+    desk.run(story)
+    assert provider.replaced == ["m-B"]
+
+
+@pytest.mark.usefixtures("_quick_reboots")
+def test_one_that_comes_back_is_told_of_and_holds_nobody_back(tmp_path: Path) -> None:
+    provider = Reboots()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        desk.alive[1] = "B-anew"
+        await desk.until_it_may_reboot()
+        *_, back = await desk.outcomes("begun", "rebooted", "returned")
+        assert (back.node, back.detail) == ("B", "Ray has a node there")
+        assert desk.replacements.attends_to("B"), "what happened there is met"
+        await desk.lose("c")
+        await desk.outcomes("begun", "rebooted", "returned", "begun", "replaced")
+
+    desk.run(story)
+    assert provider.replaced == ["m-C"]
+    (left,) = desk.file.read()["m-B"]
+    assert left.cause == "rebooted", "it is on probation still"
+
+
+@pytest.mark.usefixtures("_quick_reboots")
+@pytest.mark.parametrize("why", ["returned", "replaced", "kubernetes"])
+def test_one_that_is_gone_for_another_reason_is_left_alone(tmp_path: Path, why: str) -> None:
+    """The clock is a machine that takes the same way, and would be held back by it."""
+    provider = Reboots()
+    nodes: Literal["tell"] | NodesConfig = KubeNodes() if why == "kubernetes" else "tell"
+    desk = Desk(tmp_path, provider=provider, nodes=nodes)
+    before(desk, "begun", "rebooted", *(["returned"] if why == "returned" else []), ago_s=901.0)
+    of_another = events.NodeReplacement(
+        time=time.time() - 700.0,
+        node="B-anew",
+        machine="m-B",
+        outcome="replaced",
+        reason="",
+        detail="",
+    )
+    desk.replacements.replay([of_another] if why == "replaced" else [])
+
+    async def story() -> None:
+        desk.alive.remove("B")
+        desk.replacements.begin()
+        for _ in range(30):  # as many turns of its threads as it would take
+            await desk.aside.on_thread(int)
+        await desk.lose("c")
+        begun, _ = await desk.outcomes("begun", "replaced")
+        assert begun.machine == "m-C"
+
+    desk.run(story)
+    assert provider.replaced == ["m-C"]
+
+
+@pytest.mark.usefixtures("_quick_reboots")
+def test_a_machine_is_looked_for_until_all_of_rays_nodes_are_known(tmp_path: Path) -> None:
+    """Whatever is below one that nobody knows may be it."""
+    provider = Unsure()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        provider.ends.clear()
+        await desk.until_it_may_reboot()
+        while not provider.rebooted:
+            await asyncio.sleep(0.005)
+        desk.alive[1] = "B-anew"
+        provider.ends.set()
+        await desk.outcomes("begun", "rebooted", "returned")
+
+    desk.run(story)
+    assert provider.asked_in_vain == 3 and provider.replaced == []
+
+
+class Unsure(Reboots):
+    """Does not know at first what is below a node that is new."""
+
+    asked_in_vain = 0
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        if node.node == "B-anew" and self.asked_in_vain < 3:
+            self.asked_in_vain += 1
+            raise LookupError("no instance has this address")
+        return super().machine_of(node)
 
 
 @pytest.mark.parametrize("error", [PermissionError("no rights"), ProviderAwayError("a", "b", "c")])
