@@ -16,7 +16,7 @@ _START_TIMEOUT_S = 120.0
 
 class LocalProvider:
     """A `NodeProvider` that starts raylets on the machine that it runs on. They end with the
-    cluster.
+    cluster. It keeps no account of them: each call of `replace` starts one.
 
     Args:
         config: what they have.

@@ -33,7 +33,7 @@ class NodeProvider(Protocol):
     """Replaces machines. Calls may take a minute; each is made on a thread.
 
     A call that is repeated, as by a coordinator that was started anew, goes on where the first one
-    came to.
+    came to; but for `LocalProvider`, which starts one more node.
     """
 
     def machine_of(self, node: NodeIdentity) -> str:
