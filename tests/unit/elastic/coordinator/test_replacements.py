@@ -1165,7 +1165,8 @@ def test_one_that_is_gone_for_another_reason_is_left_alone(tmp_path: Path, why: 
     provider = Reboots()
     nodes: Literal["tell"] | NodesConfig = KubeNodes() if why == "kubernetes" else "tell"
     desk = Desk(tmp_path, provider=provider, nodes=nodes)
-    before(desk, "begun", "rebooted", *(["returned"] if why == "returned" else []), ago_s=901.0)
+    newest: events.ReplacementOutcome = "returned" if why == "returned" else "rebooted"
+    before(desk, "begun", newest, ago_s=901.0)
     of_another = events.NodeReplacement(
         time=time.time() - 700.0,
         node="B-anew",
