@@ -335,12 +335,17 @@ class Replacements:
         return {n: machine for n, machine in self._suspected.items() if n not in self._settled}
 
     def _hold(self) -> str | None:
-        open_ = self._open.keys() - self._waiting.keys()
-        settled = (one for one in self._settled.values() if one.outcome != "returned")
+        stuck = {n for n, event in self._settled.items() if event.outcome == "failed"}
+        suspects = (self._open.keys() - self._waiting.keys()) | stuck
+        gone = [
+            event.time
+            for n, event in self._settled.items()
+            if n not in stuck and event.outcome != "returned"
+        ]
         return decide_hold(
-            machines=len(self._workers.nodes | open_),
-            suspects=len(open_),
-            settled=[*(one.time for one in settled), *self._waiting.values()],
+            machines=len(self._workers.nodes | suspects),
+            suspects=len(suspects),
+            settled=[*gone, *self._waiting.values()],
             begun=self._begun,
             now=time.time(),
             most_per_hour=self._most_per_hour,

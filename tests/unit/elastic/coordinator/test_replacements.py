@@ -1372,15 +1372,26 @@ def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place
 
 
 @pytest.mark.parametrize(
-    ("outcome", "held"), [("begun", True), ("replaced", True), ("told", True), ("cleared", False)]
+    ("outcome", "ago_s", "held"),
+    [
+        ("begun", 700.0, True),
+        ("replaced", 0.0, True),
+        ("replaced", 700.0, False),
+        ("told", 0.0, True),
+        ("told", 700.0, False),  # a provider would have replaced it
+        ("failed", 700.0, True),  # it stays, and is suspect
+        ("cleared", 0.0, False),
+    ],
 )
 def test_after_a_new_start_others_that_are_suspect_count(
-    tmp_path: Path, outcome: events.ReplacementOutcome, held: bool
+    tmp_path: Path, outcome: events.ReplacementOutcome, ago_s: float, held: bool
 ) -> None:
     desk = Desk(tmp_path)
-    now = time.time()
+    then = time.time() - ago_s
     desk.replacements.replay(
-        events.NodeReplacement(time=now, node="Z", machine="m-Z", outcome=one, reason="", detail="")
+        events.NodeReplacement(
+            time=then, node="Z", machine="m-Z", outcome=one, reason="", detail=""
+        )
         for one in ("held_back", outcome)
     )
 
