@@ -204,6 +204,9 @@ class Replacements:
             return
         if machine.unknown is not None:  # whom to ask was perhaps away
             machine = await self._suspicions.ask_again(machine)
+            del self._suspected[node]
+            if machine.name in self._open.values():
+                return
             self._suspected[node] = machine.name
         if self._provider is None:
             held = self._hold()

@@ -840,6 +840,37 @@ def test_a_machine_that_is_lost_with_two_of_rays_nodes_is_one(
     assert provider.replaced == ["m-BC"]
 
 
+class SharedAndAway(Shared):
+    """It does not answer the first time that it is asked for a node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_for: set[str] = set()
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        if node.node not in self.asked_for:
+            self.asked_for.add(node.node)
+            raise ConnectionError("too many calls")
+        return super().machine_of(node)
+
+
+def test_so_is_one_whose_name_was_not_known_when_it_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacements, "SETTLE_S", 0.5)
+    provider = SharedAndAway()
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        await desk.lose("b", "c", cause=NODE)
+        while "replaced" not in [e.outcome for e in desk.told()]:
+            await asyncio.sleep(0.005)
+
+    desk.run(story)
+    assert provider.replaced == ["m-BC"]
+    assert [e.outcome for e in desk.told() if e.outcome != "held_back"] == ["begun", "replaced"]
+
+
 def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.file.path.write_text("[]")
