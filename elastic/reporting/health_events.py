@@ -1,20 +1,21 @@
 """Verdicts against machines as health events of NVIDIA's NVSentinel, for who runs the nodes. Pure.
 
 The shape is that of its `HealthEvents` message (version 1) as JSON; enumerations by name. One event
-for a fault of a machine, of the last time that it was found. Source: NVSentinel, docs/DATA_FLOW.md.
+for a fault of a machine, of the last time that it was found. What the run itself has judged counts:
+it knew what came again, and what has gone since. Source: NVSentinel, docs/DATA_FLOW.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, cast
 
-from elastic.protocol.events import Event, NodeReplacement, SignsChanged
+from elastic.protocol.events import Event, NodeReplacement, SignsChanged, VerdictReached
 from elastic.reporting.verdicts import Advice
-from health.verdict import Step, Verdict
+from health.verdict import Confidence, Step, Verdict
 
-KINDS = NodeReplacement, SignsChanged
+KINDS = NodeReplacement, SignsChanged, VerdictReached
 """Of events, that are looked at here."""
 
 _AGENT = "elastictrainer"
@@ -39,17 +40,35 @@ def to_health_events(
     """The message, in the order of the verdicts. Verdicts against no machine are left out.
 
     Args:
-        verdicts: of a run.
-        events: all of it: they tell what its nodes are called.
+        verdicts: of a run, made of its records.
+        events: all of it: they tell what its nodes are called, and what it has judged itself.
         run: its name.
     """
-    names = _names(events)
+    names, found = _names(events), list(verdicts)
+    links = {(one.verdict.fingerprint, one.verdict.nodes): one.verdict.links for one in found}
+    for event in events:
+        if isinstance(event, VerdictReached):
+            known = links.get((event.fingerprint, tuple(event.nodes)), ())
+            found.append(_advice_of(event, known))
     last = {
         (advice.verdict.fingerprint, node): _health_event(advice, names.get(node, node), node, run)
-        for advice in verdicts
+        for advice in found
         for node in advice.verdict.nodes
     }
     return {"version": 1, "events": list(last.values())}
+
+
+def _advice_of(event: VerdictReached, links: tuple[str, ...]) -> Advice:
+    verdict = Verdict(
+        cause=event.cause,
+        workers=tuple(event.workers),
+        nodes=tuple(event.nodes),
+        links=links,
+        evidence=tuple(event.evidence),
+        confidence=cast(Confidence, event.confidence),
+        signs=tuple(event.fingerprint.split(":")[1:]),
+    )
+    return Advice(time=event.time, step=event.committed, verdict=verdict, remedy=event.step)
 
 
 def _names(events: Sequence[Event]) -> dict[str, str]:

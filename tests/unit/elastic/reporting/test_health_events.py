@@ -1,0 +1,86 @@
+"""What a run has against machines, for NVSentinel. The shape is tested with `elastic nodes`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic.protocol.events import (
+    Event,
+    NodeReplacement,
+    SignsChanged,
+    VerdictReached,
+    WorkerJoined,
+)
+from elastic.reporting.health_events import to_health_events
+from elastic.reporting.incidents import find_incidents
+from elastic.reporting.verdicts import find_verdicts
+from health.verdict import Sign, Step
+
+SWITCH = Sign(
+    name="sxid_fatal",
+    source="log",
+    role="root",
+    cause="gpu_error",
+    subject="link",
+    of="0000:c5:00.0",
+    detail="SXid 20034, Fatal",
+    node="B",
+)
+JOINED = [
+    WorkerJoined(time=1.0, worker=worker, node=node, pid=1, born_ticks=None)
+    for worker, node in (("a", "A"), ("b", "B"), ("c", "C"))
+]
+REPLACED = NodeReplacement(
+    time=131.0, node="B", machine="i-9", outcome="replaced", reason="gpu_error: r", detail=""
+)
+
+
+def shows(time: float, *signs: Sign) -> SignsChanged:
+    shown = [sign.to_json() for sign in signs]
+    return SignsChanged(time=time, node="B", names=["ip-9"], signs=shown)
+
+
+def judged(time: float, step: Step, *nodes: str) -> VerdictReached:
+    return VerdictReached(
+        time=time,
+        cause="gpu_error",
+        workers=["b"],
+        nodes=list(nodes),
+        evidence=["as the run saw it"],
+        confidence="likely",
+        fingerprint="gpu_error:sxid_fatal",
+        committed=9,
+        step=step,
+        outcome="taken",
+        detail="",
+    )
+
+
+def exported(*happened: Event) -> list[dict[str, Any]]:
+    events = [*JOINED, *happened]
+    found = find_verdicts(events, [], find_incidents(events, []))
+    told: list[dict[str, Any]] = to_health_events(found, events, "r")["events"]
+    return told
+
+
+def test_what_the_run_itself_has_judged_last_counts() -> None:
+    """It knew that a sign came again: alone the sign is weak, and nothing is due."""
+    shown = shows(100.0, SWITCH)
+    (weak,) = exported(shown)
+    assert (weak["recommendedAction"], weak["metadata"]["confidence"]) == ("NONE", "weak")
+    met = judged(121.0, "reboot", "B"), judged(125.0, "replace_node", "B")
+    (one,) = exported(shown, *met, REPLACED)
+    assert one["recommendedAction"] == "REPLACE_VM" and one["isFatal"] is True
+    assert (one["nodeName"], one["message"]) == ("i-9", "as the run saw it")
+    assert one["errorCode"] == ["sxid_fatal"]
+    assert one["generatedTimestamp"] == "1970-01-01T00:02:05.000Z"
+    assert one["metadata"] == {"run": "r", "step": "9", "ray_node": "B", "confidence": "likely"}
+    assert one["entitiesImpacted"][1] == {"entityType": "LINK", "entityValue": "0000:c5:00.0"}
+
+
+def test_so_it_does_where_the_machine_shows_nothing_any_more() -> None:
+    shown = shows(100.0, SWITCH), shows(130.0)
+    assert exported(*shown) == []
+    (one,) = exported(*shown, judged(121.0, "reboot", "B"), REPLACED)
+    assert (one["nodeName"], one["recommendedAction"]) == ("i-9", "RESTART_VM")
+    assert exported(*shown, judged(121.0, "new_process")) == [], "against no machine"
