@@ -21,11 +21,12 @@ KINDS = NodeReplacement, SignsChanged, VerdictReached
 _AGENT = "elastictrainer"
 
 _ACTIONS: Mapping[Step, str] = {
-    "reset_gpu": "COMPONENT_RESET",
+    "reset_gpu": "RESTART_VM",
     "reboot": "RESTART_VM",
     "replace_node": "REPLACE_VM",
 }
-"""What NVSentinel is to do. The other steps are the run's own business."""
+"""What NVSentinel is to do. The other steps are the run's own business. Its `COMPONENT_RESET` needs
+the UUID of a GPU, which no verdict has: a reset is met by a reboot, as our providers do."""
 
 _COMPONENTS = {"gpu_error": "GPU", "gpu_memory": "GPU", "link": "NIC"}
 """Cause -> the part that it is of; the whole node where it is not here."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from elastic.protocol.events import (
     Event,
     NodeReplacement,
@@ -84,3 +86,17 @@ def test_so_it_does_where_the_machine_shows_nothing_any_more() -> None:
     (one,) = exported(*shown, judged(121.0, "reboot", "B"), REPLACED)
     assert (one["nodeName"], one["recommendedAction"]) == ("i-9", "RESTART_VM")
     assert exported(*shown, judged(121.0, "new_process")) == [], "against no machine"
+
+
+@pytest.mark.parametrize(
+    ("step", "action"),
+    [
+        ("other_seat", "NONE"),
+        ("reset_gpu", "RESTART_VM"),  # what is reset would have to be named, and nobody does it
+        ("reboot", "RESTART_VM"),
+        ("replace_node", "REPLACE_VM"),
+    ],
+)
+def test_what_is_recommended_is_what_our_own_providers_do(step: Step, action: str) -> None:
+    (one,) = exported(judged(121.0, step, "B"))
+    assert (one["recommendedAction"], one["isFatal"]) == (action, action != "NONE")
