@@ -7,7 +7,7 @@ of a GPU. `diagnosis.py` makes verdicts of them, and `ladder.py` says what to do
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Role = Literal["root", "cascade", "confirmation"]
 """Of a sign: the fault itself; what a fault elsewhere brings about; what strengthens others."""
@@ -67,14 +67,30 @@ class Sign:
         return {k: v for k, v in asdict(self).items() if v != defaults[k]}
 
 
+_KINDS = get_type_hints(Sign)
+"""Field of a sign -> its type."""
+
+
 def sign_from_json(data: dict[str, Any]) -> Sign | None:
     """The sign that `data` describes; None where another version has written what this one cannot
-    read."""
-    known = {f.name for f in fields(Sign)}
+    read: fields are missing, or hold what it does not know."""
+    known = {name: value for name, value in data.items() if name in _KINDS}
+    if not all(_fits(value, _KINDS[name]) for name, value in known.items()):
+        return None
     try:
-        return Sign(**{k: v for k, v in data.items() if k in known})
+        return Sign(**known)
     except TypeError:
         return None
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value of JSON is of a field's type."""
+    parts = get_args(kind)
+    if get_origin(kind) is Literal:
+        return value in parts
+    if parts:
+        return any(_fits(value, part) for part in parts)
+    return isinstance(value, int | float if kind is float else kind)
 
 
 @dataclass(frozen=True, kw_only=True)

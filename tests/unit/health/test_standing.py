@@ -93,3 +93,25 @@ def test_a_sign_goes_to_json_and_back_and_fields_of_other_versions_are_passed_by
     assert "peer" not in data and sign_from_json({**data, "later": 1}) == sign
     del data["cause"]
     assert sign_from_json(data) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", None),
+        ("role", "bystander"),
+        ("source", "rumour"),
+        ("subject", "cable"),
+        ("remedy", "zap"),
+        ("remedy", 3),
+        ("node", ["n1"]),
+        ("at_s", "now"),
+        ("decisive", "yes"),
+    ],
+)
+def test_a_sign_with_a_value_that_this_version_does_not_know_is_passed_by(
+    field: str, value: object
+) -> None:
+    data = LINE.to_json()
+    assert sign_from_json({**data, "at_s": 5, "remedy": None}) == replace(LINE, at_s=5.0)
+    assert sign_from_json({**data, field: value}) is None
