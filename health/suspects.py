@@ -7,8 +7,9 @@ as well makes it so only when it comes again within the day.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 HALF_LIFE_S = 86_400.0
@@ -21,6 +22,8 @@ REBOOTED, REBOOTED_WEIGHT = "rebooted", 0.3
 """What a reboot leaves of the marks against a machine: not enough to make it suspect. Whatever
 speaks against it within the day calls for another machine, though: it is no part of an incident.
 Source: gpud, which asks for an inspection where an Xid comes back after reboots."""
+_AHEAD_S = 3600.0
+"""The clocks of two machines may differ by so much. A mark from later than that would not fade."""
 _FORGOTTEN = 0.01
 """A mark that counts for less is dropped."""
 
@@ -92,8 +95,14 @@ def to_json(record: Record) -> dict[str, Any]:
     return {"machines": {name: [asdict(mark) for mark in marks] for name, marks in record.items()}}
 
 
-def from_json(data: object) -> dict[str, tuple[Mark, ...]]:
-    """The record that `data` describes.
+def from_json(data: object, now: float, written: float) -> dict[str, tuple[Mark, ...]]:
+    """The record that `data` describes, without machines that nothing speaks against.
+
+    Args:
+        data: what `to_json` gives.
+        now: in seconds since the epoch, as all times.
+        written: since when the data are there; a mark from more than an hour after `now` is taken
+            for one of this time, so that it fades.
 
     Raises:
         ValueError: it describes none.
@@ -101,13 +110,16 @@ def from_json(data: object) -> dict[str, tuple[Mark, ...]]:
     machines = data.get("machines") if isinstance(data, Mapping) else None
     if not isinstance(machines, Mapping):
         raise ValueError("it has no object 'machines'")
-    return {str(name): _marks(str(name), marks) for name, marks in machines.items()}
+    record = {str(name): _marks(str(name), marks, now, written) for name, marks in machines.items()}
+    return {name: marks for name, marks in record.items() if marks}
 
 
-def _marks(machine: str, marks: object) -> tuple[Mark, ...]:
+def _marks(machine: str, marks: object, now: float, written: float) -> tuple[Mark, ...]:
     if not isinstance(marks, list):
         raise ValueError(f"the marks of {machine} are no list")
-    return tuple(_mark(machine, one) for one in marks)
+    found = (_mark(machine, one) for one in marks)
+    then = min(now, written)
+    return tuple(replace(one, time=then) if one.time > now + _AHEAD_S else one for one in found)
 
 
 def _mark(machine: str, data: object) -> Mark:
@@ -117,6 +129,7 @@ def _mark(machine: str, data: object) -> Mark:
     for name, kind in kinds.items():
         value = data[name]
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number and math.isfinite(value) if kind is float else isinstance(value, str)):
+        sane = number and 0 <= value <= sys.float_info.max
+        if not (sane if kind is float else isinstance(value, str)):
             raise ValueError(f"{name} of a mark of {machine} is {value!r}")
     return Mark(**data)

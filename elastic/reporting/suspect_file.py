@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,13 +35,16 @@ class SuspectFile:
         self.path = storage / FILE
 
     def read(self) -> dict[str, tuple[Mark, ...]]:
-        """The record; empty where there is none.
+        """The record; empty where there is none. A mark of a wrong clock fades from when the
+        file was written.
 
         Raises:
             SuspectFileError: the file holds something else.
         """
         try:
-            return from_json(json.loads(self.path.read_bytes()))
+            with self.path.open("rb") as file:
+                written = os.fstat(file.fileno()).st_mtime
+                return from_json(json.loads(file.read()), time.time(), written)
         except FileNotFoundError:
             return {}
         except ValueError as error:

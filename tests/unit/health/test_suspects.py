@@ -52,7 +52,22 @@ def test_what_is_too_old_is_dropped_of_every_machine() -> None:
 
 def test_a_record_goes_to_json_and_back() -> None:
     record = {"m": (mark(60), mark()), "n": (mark(5, 0.3),)}
-    assert from_json(json.loads(json.dumps(to_json(record)))) == record
+    assert from_json(json.loads(json.dumps(to_json(record))), NOW, NOW) == record
+
+
+def test_a_machine_without_marks_is_none() -> None:
+    assert from_json({"machines": {"m": []}}, NOW, NOW) == {}
+
+
+@pytest.mark.parametrize(("written_ago_s", "expected_ago_s"), [(60.0, 60.0), (-1e9, 0.0)])
+def test_a_mark_that_is_more_than_an_hour_ahead_is_of_when_it_was_written(
+    written_ago_s: float, expected_ago_s: float
+) -> None:
+    """It would stay new until then."""
+    record = {"m": (mark(-3600.0), mark(-3601.0), mark(-1e300))}
+    then = mark(expected_ago_s)
+    expected = {"m": (mark(-3600.0), then, then)}
+    assert from_json(to_json(record), NOW, NOW - written_ago_s) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,14 +81,23 @@ def test_a_record_goes_to_json_and_back() -> None:
 )
 def test_another_shape_is_refused(data: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        from_json(data)
+        from_json(data, NOW, NOW)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"time": "now"}, {"weight": float("nan")}, {"weight": True}, {"cause": None}]
+    "wrong",
+    [
+        {"time": "now"},
+        {"time": 10**400},
+        {"time": -1e300},
+        {"weight": float("nan")},
+        {"weight": float("inf")},
+        {"weight": True},
+        {"cause": None},
+    ],
 )
 def test_a_value_of_another_type_is_refused(wrong: dict[str, Any]) -> None:
     data = to_json({"m": (mark(),)})
     data["machines"]["m"][0] |= wrong
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} of a mark of m is"):
-        from_json(data)
+        from_json(data, NOW, NOW)

@@ -46,6 +46,25 @@ def test_machines_are_listed_the_worst_first_and_forgotten(
     assert file.read() == {}
 
 
+def test_a_machine_with_nothing_against_it_is_not_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SuspectFile(tmp_path).path.write_text('{"machines": {"i-one": []}}')
+    assert main(["nodes", "list", str(tmp_path)]) == 0
+    assert "i-one" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("time", [10**400, -1e300])
+def test_a_time_that_is_none_is_one_line_of_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], time: float
+) -> None:
+    mark = {"time": time, "weight": 1.0, "cause": "link", "run": "r7", "detail": "64 B"}
+    SuspectFile(tmp_path).path.write_text(json.dumps({"machines": {"i-one": [mark]}}))
+    assert main(["nodes", "list", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("elastic: ") and "time of a mark of i-one is" in line
+
+
 def test_a_file_that_is_no_record_is_one_line_of_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

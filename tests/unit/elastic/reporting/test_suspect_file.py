@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,17 @@ def test_marks_are_kept_machine_by_machine(tmp_path: Path) -> None:
     assert file.read() == {"m": (mark(0.0), mark(60.0)), "n": (mark(1.0),)}
     assert file.clear("x") == 0 and file.clear("m") == 1 and file.read().keys() == {"n"}
     assert file.clear(None) == 1 and file.read() == {} and not file.path.exists()
+
+
+def test_a_mark_from_the_future_fades_from_when_it_was_written(tmp_path: Path) -> None:
+    """Also where nobody writes any more."""
+    file, then = SuspectFile(tmp_path), time.time() - 86_400.0
+    file.add("m", mark(then + 1e9))
+    os.utime(file.path, (then, then))
+    assert file.read() == {"m": (mark(then),)}
+    os.utime(file.path, (then + 2e9, then + 2e9))  # by a clock that is as wrong
+    (one,) = file.read()["m"]
+    assert one.time <= time.time()
 
 
 def test_no_run_loses_the_mark_of_another(tmp_path: Path) -> None:
