@@ -267,14 +267,18 @@ def last_step(
 
 
 def recent_steps(path: str | os.PathLike[str], before: int, count: int) -> list[StepRecord]:
-    """The last `count` steps that count and lie before step `before`, in order. Reads no further
-    back than that: of each step the last record stands first from the end."""
+    """The last `count` steps that count and lie before step `before`, in order; where one of them
+    is damaged, those after it. Reads no further back than that: from the end the last record of
+    each step comes first, and one of an earlier step shows that none comes any more."""
     found: list[StepRecord] = []
     for line in lines_from_the_end(Path(path)):
-        if len(found) == count or before - len(found) == 0:
+        wanted = before - len(found) - 1
+        if len(found) == count or wanted < 0:
             break
         record = _step_of(line)
-        if record is not None and record.step == before - len(found) - 1:
+        if record is not None and record.step < wanted:
+            break
+        if record is not None and record.step == wanted:
             found.append(record)
     return found[::-1]
 

@@ -25,6 +25,7 @@ from elastic.protocol.events import (
     step_from_json,
 )
 from elastic.reporting import record_lines
+from elastic.reporting import event_log
 from elastic.reporting.event_log import (
     EventLog,
     RecordError,
@@ -211,6 +212,24 @@ def test_the_latest_steps_before_one_are_those_that_count(
     for before in range(newest + 1):
         counting = [step for step in read_steps(path) if step.step < before]
         assert recent_steps(path, before, count) == counting[-count:]
+
+
+def test_a_damaged_step_ends_the_latest_steps_and_no_more_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "steps.jsonl", [record(step, float(step)) for step in range(1_000)])
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[994] = b"\0" * 64 + b"\n"
+    path.write_bytes(b"".join(lines))
+    looked_at, step_of = list[bytes](), event_log._step_of
+
+    def noted(line: bytes) -> StepRecord | None:
+        looked_at.append(line)
+        return step_of(line)
+
+    monkeypatch.setattr(event_log, "_step_of", noted)
+    assert [one.step for one in recent_steps(path, 998, 8)] == [995, 996, 997]
+    assert len(looked_at) == 7, "two later ones, those, the damaged one and the one before it"
 
 
 def test_what_an_earlier_start_left_says_nothing_of_this_one(tmp_path: Path) -> None:
