@@ -686,16 +686,18 @@ def plain_number(value: float) -> float | str:
 
 
 def event_from_json(data: Mapping[str, Any]) -> Event:
-    """The event that `data` describes, or an `UnknownEvent` when this version has no such event."""
+    """The event that `data` describes, or an `UnknownEvent` when this version has no such event.
+    Raises ValueError: its time, or another float, is no number."""
     cls = _KINDS.get(str(data.get("kind")))
     known = _known_fields(cls, data) if cls else None
     if cls is None or known is None:
-        return UnknownEvent(time=float(data.get("time", 0.0)), data=dict(data))
+        return UnknownEvent(time=_number("time", data.get("time", 0.0)), data=dict(data))
     return cls(**known)
 
 
 def step_from_json(data: Mapping[str, Any]) -> StepRecord | None:
-    """The step that `data` describes; None where a field is missing."""
+    """The step that `data` describes; None where a field is missing. Raises ValueError: a float is
+    no number."""
     known = _known_fields(StepRecord, data)
     return None if known is None else StepRecord(**known)
 
@@ -712,12 +714,19 @@ def _known_fields(
     needed, floats = _FIELDS[cls]
     if not needed <= data.keys():
         return None
-    # Non-finite floats were written as text, see `plain_number`.
     return {
-        name: float(data[name]) if is_float else data[name]
+        name: _number(name, data[name]) if is_float else data[name]
         for name, is_float in floats.items()
         if name in data
     }
+
+
+def _number(name: str, value: Any) -> float:
+    """A float of a record. Non-finite ones were written as text, see `plain_number`."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{name} is no number but {value!r}") from error
 
 
 def _fields_of(cls: type[Event] | type[StepRecord]) -> tuple[frozenset[str], dict[str, bool]]:

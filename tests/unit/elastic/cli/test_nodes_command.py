@@ -54,7 +54,7 @@ def test_a_machine_with_nothing_against_it_is_not_listed(
     assert "i-one" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("time", [10**400, -1e300])
+@pytest.mark.parametrize("time", [10**400, -1e300], ids=["huge", "negative"])
 def test_a_time_that_is_none_is_one_line_of_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], time: float
 ) -> None:

@@ -26,7 +26,15 @@ from elastic.protocol.events import (
     event_from_json,
 )
 from elastic.reporting import event_log
-from elastic.reporting.event_log import EventLog, RecordError, read_events, read_steps
+from elastic.reporting.event_log import (
+    EventLog,
+    RecordError,
+    last_event,
+    last_events,
+    last_step,
+    read_events,
+    read_steps,
+)
 
 LOST = WorkerLost(
     time=5.0, worker="w3", node="n1", pid=42, slot="replica 1 shard 0 tensor 0", cause=CRASH,
@@ -108,6 +116,32 @@ def test_a_missing_field_has_its_default() -> None:
     data = started.to_json()
     del data["redone_steps"]
     assert event_from_json(data) == started
+
+
+@pytest.mark.parametrize("value", [None, [], 10**400, "now"], ids=["null", "list", "huge", "text"])
+@pytest.mark.parametrize("kind", ["run_ended", "moon_landed"])
+def test_an_event_whose_time_is_no_number_is_damaged(kind: str, value: object) -> None:
+    with pytest.raises(ValueError, match="time is no number"):
+        event_from_json({**ENDED.to_json(), "kind": kind, "time": value})
+
+
+def test_a_line_whose_number_is_none_is_passed_over_as_other_damaged_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    events, steps = tmp_path / "events.jsonl", tmp_path / "steps.jsonl"
+    for path, good, bad in (
+        (events, LOST.to_json(), {**ENDED.to_json(), "time": None}),
+        (steps, step_record(0, 1.0).to_json(), {**step_record(1, 2.0).to_json(), "loss": None}),
+    ):
+        path.write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+    assert read_events(events, lenient=True) == [LOST]
+    assert read_steps(steps, lenient=True) == [step_record(0, 1.0)]
+    assert "events.jsonl:2: time is no number but None" in caplog.text
+    assert "steps.jsonl:2: loss is no number but None" in caplog.text
+    assert last_event(events) is None and last_events(events, RunEnded, WorkerLost) == [LOST]
+    assert last_step(steps, lambda _: True, lenient=True) == step_record(0, 1.0)
+    with pytest.raises(RecordError, match="time is no number but None"):
+        read_events(events)
 
 
 def test_a_log_is_readable_while_it_is_open_and_is_appended_to(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from elastic.protocol.events import (
     WorkerLost,
     step_from_json,
 )
-from elastic.reporting import record_lines
-from elastic.reporting import event_log
+from elastic.reporting import event_log, record_lines
 from elastic.reporting.event_log import (
     EventLog,
     RecordError,
