@@ -289,6 +289,17 @@ def test_a_switch_has_its_second_source_in_any_gpu() -> None:
     assert verdict(switch, links).confidence == "likely"
 
 
+def test_the_switch_or_network_device_that_shows_why_is_named() -> None:
+    switch = sign("sxid_fatal", "n1", subject="link", of="0000:c5:00.0")
+    device = sign("nic_failed", "n1", cause="node", subject="link", of="0000:a0:00.0")
+    gpu = sign("xid_79", "n1", of="0000:05:00")
+    beside = sign("nvlink_errors", "n1", role="confirmation", subject="link", of="0000:9b:00")
+    named = ("0000:a0:00.0", "0000:c5:00.0")
+    assert verdict(switch, device, gpu, beside).links == named
+    assert verdict(loss("w2"), switch, device, gpu, beside).links == named
+    assert verdict(gpu).links == () and verdict(loss("w2", "link")).links == ()
+
+
 def test_an_xid_in_the_kernels_log_and_as_an_event_was_told_once() -> None:
     line = sign("xid_48", "n1", remedy="reset_gpu")
     event = replace(line, source="reading", detail="told")
