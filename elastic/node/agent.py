@@ -32,9 +32,10 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 
 import ray
 from ray import ObjectRef
@@ -74,8 +75,10 @@ _ASKED_AT_ONCE = 8
 _LAST_S = 2.0
 """How long who is asked for the last words of a worker waits for its end, which writes them."""
 _READ_S = 2.0
-"""How long who is to read what workers wrote waits for another one that does. Both together are
-shorter than the coordinator waits (`agents.ANSWER_S`)."""
+"""How long who is to read what workers wrote waits for another one that does, since that one began.
+Both together are shorter than the coordinator waits (`agents.ANSWER_S`)."""
+_EVIDENCE_READ_S = 1.0
+"""The same for evidence, which waits no longer for its own reading either: a verdict waits."""
 _MOST_UNANSWERED = 2
 """Beats without an answer, before the coordinator is called instead."""
 
@@ -141,6 +144,8 @@ class NodeAgent:
         self._reads = threading.Lock()
         """Of who reads what workers wrote: a disk that hangs takes one thread, not all that Ray has
         for this actor."""
+        self._read_s = inf
+        """When that one began; infinite while there is none."""
         self._lookers = ThreadPoolExecutor(2, thread_name_prefix="look")
         self._look: _Look | None = None
         self._run_over = False
@@ -222,21 +227,34 @@ class NodeAgent:
     def evidence(self, workers: Sequence[str]) -> dict[str, Evidence]:
         """What is found of workers of this node, without their output where the disk hangs. They
         are asked at once: each takes its time, and those that do not answer take theirs."""
-        logs = {worker: self._processes.logs_of(worker) for worker in workers}
+        until_s = time.monotonic() + _EVIDENCE_READ_S
+        written = self._read_aside(workers)
         with ThreadPoolExecutor(_ASKED_AT_ONCE, "evidence") as pool:
             asked = zip(workers, pool.map(self._processes.evidence, workers), strict=True)
             found = {w: self._with_readings(w, one) for w, one in asked if one is not None}
-        with self._reading() as may:  # of the disk alone: others read while workers are asked
-            if not may:
-                return found
-            return {w: replace(one, log=last_words(logs[w])) for w, one in found.items()}
+        wait([written], max(0.0, until_s - time.monotonic()))
+        logs = written.result() if written.done() else {}
+        return {w: replace(one, log=logs.get(w, "")) for w, one in found.items()}
+
+    def _read_aside(self, workers: Sequence[str]) -> Future[dict[str, str]]:
+        """What workers wrote last, read on a thread of its own: where the disk hangs, it does."""
+        logs = {worker: self._processes.logs_of(worker) for worker in workers}
+        written: Future[dict[str, str]] = Future()
+
+        def read() -> None:
+            with self._reading(_EVIDENCE_READ_S) as may:
+                found = {w: last_words(files) for w, files in logs.items()} if may else {}
+            written.set_result(found)
+
+        threading.Thread(target=read, name="read", daemon=True).start()
+        return written
 
     def last_words(self, ended: Sequence[WorkerJoined]) -> dict[str, Evidence]:
         """What is left of workers of this node that have ended, or will: the end of their output,
         and what the instruments showed last. Nothing of those who wrote nothing. It waits a little
         for their end: who leaves for an exception tells of it first, and writes it then."""
         self._processes.wait_ended([one.worker for one in ended], _LAST_S)
-        with self._reading() as may:
+        with self._reading(_READ_S) as may:
             return {
                 one.worker: Evidence(log=written, readings=self._readings_of(one.pid))
                 for one in (ended if may else ())
@@ -246,17 +264,22 @@ class NodeAgent:
     def output(self, files: Sequence[str], most_bytes: int) -> dict[str, str]:
         """The end of each file that Ray has of workers of this node (`outputs.py`); nothing where
         the disk hangs."""
-        with self._reading() as may:
+        with self._reading(_READ_S) as may:
             return read_files(files, most_bytes) if may else {}
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[bool]:
-        """Whether one may read what workers wrote, from now on."""
-        may = self._reads.acquire(timeout=_READ_S)
+    def _reading(self, bound_s: float) -> Iterator[bool]:
+        """Whether one may read what workers wrote, from now on. Another one is waited for until it
+        has taken `bound_s`: one that hangs costs nobody that again."""
+        left_s = self._read_s + bound_s - time.monotonic()
+        may = self._reads.acquire(timeout=min(bound_s, max(0.0, left_s)))
         try:
+            if may:
+                self._read_s = time.monotonic()
             yield may
         finally:
             if may:
+                self._read_s = inf
                 self._reads.release()
 
     def open_link_door(self) -> Address:

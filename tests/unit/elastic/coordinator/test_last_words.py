@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from math import inf
 from pathlib import Path
 from subprocess import PIPE
 from typing import IO
@@ -53,7 +54,7 @@ class Agents:
         self.agent = object.__new__(NodeAgent)
         self.agent._readings = [GPU, OTHERS]
         self.agent._processes = ProcessWatch(freeze_timeout_s=PATIENCE_S)
-        self.agent._reads = threading.Lock()
+        self.agent._reads, self.agent._read_s = threading.Lock(), inf
         self.gone: set[str] = set()
         self.answers = asyncio.Event()
         self.answers.set()
@@ -344,7 +345,7 @@ def test_a_disk_that_hangs_takes_one_thread_of_an_agent(
     desk = Desk(tmp_path)
     ours = desk.on_nodes.agent
     ended, files = [desk.joined["b"]], desk.joined["b"].logs
-    with ours._reading():
+    with ours._reading(PATIENCE_S):
         assert (ours.last_words(ended), ours.output(files, 1 << 20)) == ({}, {})
     assert ours.last_words(ended) and ours.output(files, 1 << 20)
 

@@ -44,6 +44,19 @@ worker.kill()
 os._exit(0)
 """
 
+ASKED_OF_A_DISK_THAT_HANGS = """
+import time
+from elastic.node import process_watch
+process_watch.read_stacks = lambda *_: "its stacks"
+agent._processes.watch("w0", worker.pid, NO_BEATS, stacks_fd=0, logs=(sys.argv[2],))
+for _ in range(2):
+    began_s = time.monotonic()
+    found = agent.evidence(["w0"])["w0"]
+    print(found.stacks[:10], repr(found.log), time.monotonic() - began_s, flush=True)
+worker.kill()
+os._exit(0)
+"""
+
 ASKED_BESIDE = """
 from elastic.node import process_watch
 asked, answers = threading.Event(), threading.Event()
@@ -84,6 +97,18 @@ def test_one_thread_at_most_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
     log = tmp_path / "its.err"
     os.mkfifo(log)
     assert told_by(ASKED_TWICE, log)[-1] == "''"
+
+
+def test_a_disk_that_hangs_costs_evidence_the_output_alone_and_its_time_once(
+    tmp_path: Path,
+) -> None:
+    """The read itself hangs, as it does in the kernel; and it never ends."""
+    log = tmp_path / "its.err"
+    os.mkfifo(log)
+    first, second = (line.rsplit(" ", 1) for line in told_by(ASKED_OF_A_DISK_THAT_HANGS, log)[-2:])
+    assert first[0] == second[0] == "its stacks ''"
+    assert float(first[1]) < 2.0
+    assert float(second[1]) < 0.9, "nobody waits again for what hangs"
 
 
 def test_workers_that_take_their_time_to_answer_keep_nobody_from_the_disk(tmp_path: Path) -> None:
