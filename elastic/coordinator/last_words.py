@@ -64,7 +64,7 @@ class LastWords:
         self._joined: dict[str, events.WorkerJoined] = {}
         """Workers that were not lost."""
         self._frozen: set[str] = set()
-        """Workers that their agents have killed."""
+        """Those of them that their agents have killed."""
         self._lost: list[tuple[events.WorkerJoined, events.WorkerLost]] = []
         """Workers whose words nobody has been asked for yet."""
         self._announced = asyncio.Lock()
@@ -83,7 +83,8 @@ class LastWords:
     def expect_of_frozen(self, deaths: Iterable[Death]) -> None:
         """Asks for the words of those whom their agents have killed, too, once they are lost: the
         thread that kills looked at their stacks alone."""
-        self._frozen.update(death.worker for death in deaths if death.evidence is not None)
+        killed = {death.worker for death in deaths if death.evidence is not None}
+        self._frozen |= killed & self._joined.keys()  # a death may be told again after the loss
 
     async def finish(self) -> None:
         """Waits until what is being kept of those who were lost is kept, `FINISH_S` at most."""
@@ -137,7 +138,11 @@ class LastWords:
 
     def _hear(self, event: events.Event) -> None:
         lost = self._take(event)
-        if lost is not None and (_has_words(lost[1].cause) or lost[1].worker in self._frozen):
+        if lost is None:
+            return
+        frozen = lost[1].worker in self._frozen
+        self._frozen.discard(lost[1].worker)
+        if frozen or _has_words(lost[1].cause):
             self._lost.append(lost)
             if self._done.is_set():
                 self._done.clear()

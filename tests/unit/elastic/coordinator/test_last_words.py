@@ -146,10 +146,13 @@ def test_who_was_killed_by_its_agent_is_asked(tmp_path: Path) -> None:
 
     async def story() -> None:
         frozen = Death(worker="b", cause=HANG, detail="frozen", evidence=Evidence(stacks="in T"))
-        desk.words.expect_of_frozen([frozen, Death(worker="c", cause=HANG, detail="")])
+        deaths = [frozen, Death(worker="c", cause=HANG, detail="")]
+        desk.words.expect_of_frozen(deaths)
         for worker in "abc":
             await desk.workers.lose(worker, HANG, "as found")
+        desk.words.expect_of_frozen(deaths)  # the first answer to the agent was lost
         await desk.words.finish()
+        assert not desk.words._frozen, "the lost are forgotten"
 
     desk.run(story)
     assert desk.on_nodes.asked == ["b"]
