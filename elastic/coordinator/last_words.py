@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.aside import Aside
-from elastic.coordinator.evidence import has_room, keep_evidence
+from elastic.coordinator.evidence import LESSER_SHARE, has_room, keep_evidence
 from elastic.coordinator.run_log import RunLog
 from elastic.protocol import events
 from elastic.protocol.causes import COLLECTIVE, Cause, entry_of
@@ -45,8 +45,6 @@ _FILE_BYTES, _NODE_BYTES = 256 << 10, 8 << 20
 """Kept of a worker's file, and of all those of a node, before its machine is replaced."""
 _AT_ONCE = 16
 """Workers in one folder."""
-_SHARE = 0.5
-"""Of the folders of incidents: others say more."""
 
 
 class LastWords:
@@ -166,13 +164,15 @@ class LastWords:
             self._done.set()
 
     async def _keep(self, lost: Sequence[tuple[events.WorkerJoined, events.WorkerLost]]) -> None:
-        if not await self._on_storage(has_room, self._paths.incidents, _SHARE):
+        if not await self._on_storage(has_room, self._paths.incidents, LESSER_SHARE):
             return
         found = await self._agents.last_words(joined for joined, _ in lost)
         if not found:
             return
         accused = {event.worker: f"{event.cause}: {event.detail}" for _, event in lost}
-        await self._on_storage(keep_evidence, self._paths.incidents, accused, found, share=_SHARE)
+        await self._on_storage(
+            keep_evidence, self._paths.incidents, accused, found, share=LESSER_SHARE
+        )
 
     async def _on_storage(
         self, function: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs

@@ -117,13 +117,21 @@ def test_a_slow_storage_holds_up_nobody_whose_peer_was_killed(
     assert (desk.paths.incidents / "001" / "b.txt").read_text() == "in loop"
 
 
-def test_the_first_ones_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evidence, "MOST_FOLDERS", 2)
-    for worker in ("w1", "w2", "w3"):
-        keep_evidence(tmp_path, {worker: "it loops"}, {})
-    kept = [json.loads((tmp_path / n / "manifest.json").read_text()) for n in ("001", "002")]
-    assert [list(manifest["accused"]) for manifest in kept] == [["w1"], ["w2"]]
-    assert not (tmp_path / "003").exists()
+def test_the_first_ones_are_kept_and_the_last_of_them_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(evidence, "MOST_FOLDERS", 4)
+    told = []
+    for number in range(1, 7):
+        keep_evidence(tmp_path, {f"w{number}": "it loops"}, {})
+        told.append([record.getMessage() for record in caplog.records])
+        caplog.clear()
+    kept = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*/manifest.json"))]
+    assert [list(manifest["accused"]) for manifest in kept] == [["w1"], ["w2"], ["w3"], ["w4"]]
+    assert told[0] == told[2] == told[4] == told[5] == []
+    (lesser,), (all_,) = told[1], told[3]
+    assert lesser.startswith(f"{tmp_path / '002'} is the last of 2 folders for last words of lost")
+    assert all_.startswith(f"{tmp_path / '004'} is the last of 4 folders for what is found")
 
 
 def test_where_nothing_can_be_written_the_run_goes_on(
