@@ -28,7 +28,7 @@ MOST_FOLDERS = 100
 """Of a run; the first ones are kept."""
 LESSER_SHARE = 0.5
 """Of them, for what says less: the last words of workers that are lost otherwise than for standing
-still."""
+still, and standstills without a verdict."""
 
 
 def keep_evidence(
@@ -95,7 +95,7 @@ def _make_folder(incidents: Path, most: int) -> Path | None:
 
 def _warn_of_last(folder: Path, number: int) -> None:
     """Says so where a folder is the last one of its kind: later nothing tells that some is lost."""
-    for share, what in (LESSER_SHARE, "last words of lost workers"), (1.0, "what is found"):
+    for share, what in (LESSER_SHARE, "last words and slow steps"), (1.0, "what is found"):
         if number == int(share * MOST_FOLDERS):
             log.warning(
                 "%s is the last of %d folders for %s: no more is kept, unless the latest ones are "

@@ -6,6 +6,7 @@
     no step for the bound ─────────► those who have not moved since are killed, or those on the node
                                      that no large message reaches; the rest is recovery
                                      where all wait for each other, they are called to regroup
+    a step before anybody is accused ► what was found is kept, too, of the first few: who was slow
 
 Nobody is asked anything while steps come. `health/progress.py` decides.
 """
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 from elastic.coordinator.agents import NodeAgents
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.dispatcher import Dispatcher
-from elastic.coordinator.evidence import keep_evidence
+from elastic.coordinator.evidence import LESSER_SHARE, keep_evidence
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.workers import Workers
 from elastic.membership.links import FailedLink
@@ -56,6 +57,8 @@ _AGAIN = 0.8
 """Share of the bound at which evidence is taken again: it takes up to a second."""
 _LOOK_S = 0.2
 """Between two looks at where all are, while none comes."""
+_MOST_RESOLVED = 10
+"""Standstills without a verdict that are kept, of each start of the coordinator."""
 
 
 _Places = Sequence[Mapping[str, Place | None]]
@@ -75,6 +78,14 @@ class _Stand(NamedTuple):
 class _Found:
     """What looks at a standstill have found so far."""
 
+    last: _Stand
+    """Where the run stands still."""
+    bound_s: float
+    """For how long it may."""
+    suspects: dict[str, str] = field(default_factory=dict)
+    """Workers that were suspected, and what showed it last."""
+    places: _Places = ()
+    """Where all were when somebody was suspected last."""
     first: dict[str, Evidence] = field(default_factory=dict)
     """Of workers when they were suspected."""
     second: dict[str, Evidence] = field(default_factory=dict)
@@ -83,6 +94,13 @@ class _Found:
     """Workers between whose nodes connections were tried."""
     failed: Sequence[FailedLink] | None = None
     """Those that failed; None: they were not tried yet."""
+    resolved_s: float | None = None
+    """For how long no step had come when one came; None: none has."""
+
+    def seen(self) -> dict[str, Evidence]:
+        """By worker; both looks at those who were looked at twice."""
+        both = {w: _twice(self.first.get(w), second) for w, second in self.second.items()}
+        return {**self.first, **both}
 
 
 class StandstillWatch:
@@ -126,6 +144,12 @@ class StandstillWatch:
         self._watching = False
         self._good: _Stand | None = None
         """Where connections were tried and are good, or nobody can be taken out."""
+        self._found: _Found | None = None
+        """Of the latest standstill, as long as there is no verdict on it."""
+        self._resolved = 0
+        """Those that were kept."""
+        self._keeping: asyncio.Future[None] | None = None
+        """The latest of them: of a storage that hangs one thread is enough."""
 
     def replay(self, steps: Sequence[StepRecord]) -> None:
         """Steps were in the records when the coordinator was started anew."""
@@ -136,6 +160,8 @@ class StandstillWatch:
 
     def committed(self, steps: Sequence[StepRecord]) -> None:
         """Steps are in the records."""
+        if self._found is not None and self._found.resolved_s is None:
+            self._found.resolved_s = self._still_s
         self.replay(steps)
         self.begin()
 
@@ -149,6 +175,7 @@ class StandstillWatch:
     async def _watch(self) -> None:
         while self._membership.stopped is None:
             await asyncio.sleep(_CALM_S)
+            self._keep_resolved()
             stand = self._stand
             if stand is not None and self._still_s >= SOON * self._bound_s:
                 await self._look(stand)
@@ -163,17 +190,21 @@ class StandstillWatch:
     async def _look(self, last: _Stand) -> None:
         """No step has come for long. Whoever is suspect is looked at again before it is accused."""
         marks: dict[str, int] = {}
-        found = _Found(failed=() if self._good == last else None)
+        found = _Found(last, self._bound_s, failed=() if self._good == last else None)
         while not self._over(last):
             places = await self._places()
             soon, now = self._judge(places)
             may_fail = soon.standing and (found.failed is None or found.failed)
             if not (soon.suspects or soon.all_wait or may_fail):
                 return
+            found.places = places
             accused = {s.worker: s.evidence for s in now.suspects if marks.get(s.worker) == s.mark}
             if accused or now.all_wait or (now.standing and found.failed):
-                await self._act(last, accused, found, places, all_wait=now.all_wait)
+                await self._act(accused, found, all_wait=now.all_wait)
                 return
+            if self._found is None or self._found.resolved_s is None:
+                self._found = found
+            found.suspects |= {suspect.worker: suspect.evidence for suspect in soon.suspects}
             suspects = [suspect.worker for suspect in soon.suspects]
             if found.failed is None:
                 found.waiting = self._mates(soon.standing) or self._membership.roster.workers
@@ -206,42 +237,23 @@ class StandstillWatch:
             self._shared_until_s = time.monotonic()
         return soon, now
 
-    async def _act(
-        self,
-        last: _Stand,
-        accused: Mapping[str, str],
-        found: _Found,
-        places: _Places,
-        *,
-        all_wait: bool,
-    ) -> None:
+    async def _act(self, accused: Mapping[str, str], found: _Found, *, all_wait: bool) -> None:
         """Ends those at fault. What was found is kept meanwhile: a storage that takes its time must
         not hold up their peers."""
+        last = found.last
         failed = await self._failed_still(found)
         if not (accused or all_wait or failed):
             self._good = last
             return
         if _lacks(found.second, list(accused)):
             found.second |= await self._evidence(list(accused))
-        both = {w: _twice(found.first.get(w), second) for w, second in found.second.items()}
-        seen, roster = {**found.first, **both}, self._membership.roster
-        absences = await asyncio.to_thread(_find_absences, seen, roster.met)
-        if await self._some_moved(accused, places) or self._over(last):
-            return  # in this order: a worker may be lost while agents are asked
-        self._aside.on_thread(
-            _keep,
-            self._incidents,
-            accused,
-            {w: one if w in both else _stacks_of(one) for w, one in seen.items()},
-            roster,
-            step=last.step + 1,
-            generation=last.generation,
-            no_step_for_s=round(self._still_s, 1),
-            bound_s=round(self._bound_s, 1),
-            failed_links=[link._asdict() for link in failed],
-            not_arrived=[{"in_words": str(each), **asdict(each)} for each in absences],
-            places={w: None if p is None else asdict(p) for r in places for w, p in r.items()},
+        absences = await asyncio.to_thread(
+            _find_absences, found.seen(), self._membership.roster.met
         )
+        if await self._some_moved(accused, found.places) or self._over(last):
+            return  # in this order: a worker may be lost while agents are asked
+        self._found = None
+        self._keep(found, accused, self._still_s, failed, absences)
         if accused:
             failed = [link for link in failed if not accused.keys().isdisjoint(link[:2])]
         removed: set[str] = set()
@@ -259,6 +271,67 @@ class StandstillWatch:
                 reason = f"no step for {self._still_s:.1f} s, and all wait for each other"
                 await self._cross_lost(last.generation, reason)
         self._came_s = time.monotonic()  # what follows has its own bounds
+
+    def _keep_resolved(self) -> None:
+        """Keeps what was found of a standstill that is over and led to no verdict, if there is one.
+        What ended in a call instead is told of by the losses that led to it."""
+        found = self._found
+        if found is None or found.resolved_s is None:
+            return
+        if self._keeping is not None and not self._keeping.done():
+            return
+        self._found = None
+        same = found.last.generation == self._membership.roster.generation
+        if not same or not found.first or self._resolved == _MOST_RESOLVED:
+            return
+        self._resolved += 1
+        self._keeping = self._keep(
+            found,
+            {},
+            found.resolved_s,
+            found.failed or (),
+            resolved=True,
+            suspects=found.suspects,
+            share=LESSER_SHARE,
+        )
+        if self._resolved == _MOST_RESOLVED:
+            log.warning(
+                "step %d came after %.1f s, where %.1f s are long: of no further standstill that "
+                "passes what was found is kept in %s, %d are enough (health.progress_timeout_s)",
+                found.last.step + 1,
+                found.resolved_s,
+                found.bound_s,
+                self._incidents,
+                _MOST_RESOLVED,
+            )
+
+    def _keep(
+        self,
+        found: _Found,
+        accused: Mapping[str, str],
+        no_step_for_s: float,
+        failed: Iterable[FailedLink],
+        absences: Sequence[Absence] | None = None,
+        **facts: Any,
+    ) -> asyncio.Future[None]:
+        """Keeps what was found, on a thread."""
+        return self._aside.on_thread(
+            _keep,
+            self._incidents,
+            accused,
+            found,
+            self._membership.roster,
+            absences,
+            step=found.last.step + 1,
+            generation=found.last.generation,
+            no_step_for_s=round(no_step_for_s, 1),
+            bound_s=round(found.bound_s, 1),
+            failed_links=[link._asdict() for link in failed],
+            places={
+                w: None if p is None else asdict(p) for r in found.places for w, p in r.items()
+            },
+            **facts,
+        )
 
     async def _some_moved(self, accused: Collection[str], before: _Places) -> bool:
         """Whether one of the accused has moved since that look: taking evidence takes its time."""
@@ -323,19 +396,30 @@ def _marks(places: _Places) -> dict[str, int]:
 def _keep(
     incidents: Path,
     accused: Mapping[str, str],
-    found: Mapping[str, Evidence],
+    found: _Found,
     roster: Roster,
+    absences: Sequence[Absence] | None,
     **facts: Any,
 ) -> None:
-    """As `keep_evidence`, with what the stacks show together. What goes wrong with that costs these
-    lines, not the rest."""
-    stacks: dict[str, Any] = {"seen": len(found), "workers": len(roster.workers)}
+    """As `keep_evidence`, with what the stacks show together, and the recordings (None: nobody has
+    looked yet). What goes wrong with that costs these lines, not the rest."""
+    seen, whole = found.seen(), found.second or found.suspects
+    if absences is None:
+        absences = _find_absences(seen, roster.met)
+    stacks: dict[str, Any] = {"seen": len(seen), "workers": len(roster.workers)}
     try:
-        texts = {worker: one.stacks for worker, one in found.items()}
+        texts = {worker: one.stacks for worker, one in seen.items()}
         stacks |= asdict(find_stack_groups(texts, _HOME, roster.met))
     except Exception:  # another release of Python may write them otherwise
         log.warning("what the stacks show together is not understood", exc_info=True)
-    keep_evidence(incidents, accused, found, stack_groups=stacks, **facts)
+    keep_evidence(
+        incidents,
+        accused,
+        {w: one if w in whole else _stacks_of(one) for w, one in seen.items()},
+        not_arrived=[{"in_words": str(each), **asdict(each)} for each in absences],
+        stack_groups=stacks,
+        **facts,
+    )
 
 
 def _stacks_of(found: Evidence) -> Evidence:
@@ -367,5 +451,5 @@ def _lacks(found: Mapping[str, Evidence], suspects: Sequence[str]) -> bool:
 def _twice(first: Evidence | None, second: Evidence) -> Evidence:
     """Two looks at one worker: what differs in its stacks moves, what does not stands still."""
     before = "" if first is None else first.stacks
-    stacks = f"When it was suspected:\n\n{before}\nBefore it was ended:\n\n{second.stacks}"
+    stacks = f"When it was suspected:\n\n{before}\nLater:\n\n{second.stacks}"
     return replace(second, stacks=stacks)

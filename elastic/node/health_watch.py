@@ -170,7 +170,8 @@ class HealthWatch:
     def _read_mounts(self, now_s: float) -> list[Reading]:
         """Of what is written to for sure: where Ray keeps the workers' output, and where all have
         their temporary files."""
-        return read_mounts(now_s, {Path(p).resolve() for p in (*self._tails, temporary_folder())})
+        written = [*map(Path, self._tails), temporary_folder()]
+        return read_mounts(now_s, {path.resolve() for path in written})
 
     @contextlib.contextmanager
     def _going_on(self, what: str) -> Iterator[None]:

@@ -6,7 +6,6 @@ gets no large packets is left, also where its replica lies on it and another.
 from __future__ import annotations
 
 import ast
-import json
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.support import ROOT
 from tests.support.black_hole import dig_black_hole
 from tests.support.hosts import Network, ip_of, requires_hosts, why_no_hosts
 from tests.support.run_on_hosts import PATIENCE_S, run_on
-from tests.support.watching import wait_until
+from tests.support.watching import incidents_of, wait_until
 from trainer.backend.link_exchange import LINK_BYTES
 
 TRY = ROOT / "tests/support/links_over_hosts.py"
@@ -104,6 +103,6 @@ def test_the_node_of_a_replica_that_gets_no_large_packets_is_left(tmp_path: Path
         assert run.of_kind(events.WorkerLost) == [lost]
         (tested,) = run.of_kind(events.LinksTested)
         assert tested.removed == [lost.worker]
-        (manifest,) = run.root.glob("incidents/*/manifest.json")
-        ends = json.loads(manifest.read_text())["failed_links"]
+        ((_, manifest),) = incidents_of(run.root)
+        ends = manifest["failed_links"]
         assert ends and all(lost.worker in (end["sender"], end["receiver"]) for end in ends)

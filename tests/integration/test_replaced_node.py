@@ -16,6 +16,7 @@ from elastic.reporting.suspect_file import SuspectFile
 from tests.integration.test_growth import GrowingRun, joined, lost
 from tests.support import ROOT
 from tests.support.autoscaling import autoscaled_cluster
+from tests.support.watching import incidents_of
 
 PATIENCE_S = 30.0
 PROGRAM = ROOT / "tests/support/replaced_node_run.py"
@@ -79,7 +80,7 @@ def test_a_machine_with_a_wrong_state_is_replaced(machines: Cluster, tmp_path: P
         }
         kept = {path.name for path in (run.root / "logs" / wrong.node).iterdir()}
         assert kept == wrote and kept
-        (incident,) = (run.root / "incidents").iterdir()
+        ((incident, _),) = incidents_of(run.root)
         assert (incident / f"{wrong.worker}.log").exists()
         raylet: Any = before[wrong.node].all_processes["raylet"][0].process
         assert raylet.wait(PATIENCE_S) == 0

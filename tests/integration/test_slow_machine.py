@@ -18,6 +18,7 @@ from tests.support import ROOT
 from tests.support.data_plane import full_parameters, run_layout
 from tests.support.held_back import held_back, requires_quota, throttled_periods
 from tests.support.slowed_run import LANES, slowed_train
+from tests.support.watching import incidents_of
 
 PROGRAM = ROOT / "tests/support/slowed_run.py"
 CORES = 0.15
@@ -99,8 +100,7 @@ def _check_story(all_: list[Event], slow: events.WorkerJoined, found: list[Event
 
 
 def _check_evidence(root: Path, slow: events.WorkerJoined) -> None:
-    (incident,) = (root / "incidents").iterdir()
-    manifest = json.loads((incident / "manifest.json").read_text())
+    ((incident, manifest),) = incidents_of(root)
     assert list(manifest["accused"]) == [slow.worker]
     assert (manifest["cause"], manifest["nodes"]) == ("slow", [slow.node])
     assert len(manifest["paces"]) == 3

@@ -21,6 +21,7 @@ from elastic.protocol.events import FaultFired, RegroupCalled, RunStarted, Worke
 from elastic.reporting.event_log import read_events
 from tests.support.tiny import fit, tiny_trainer
 from tests.support.user_code import model, slow_to_evaluate
+from tests.support.watching import incidents_of
 
 SOON = HealthConfig(progress_timeout_s=2.0)
 
@@ -48,8 +49,7 @@ def test_the_worker_that_loops_is_ended_and_no_other(
     assert lost.cause == "hang"
     assert lost.slot == f"replica {int(fault[-1]) // 2} shard {int(fault[-1]) % 2} tensor 0"
     assert "it keeps the others: for" in lost.detail
-    (incident,) = (root / "incidents").iterdir()
-    manifest = json.loads((incident / "manifest.json").read_text())
+    ((incident, manifest),) = incidents_of(root)
     assert list(manifest["accused"]) == [lost.worker]
     stacks = (incident / f"{lost.worker}.txt").read_text()
     assert stacks.count("in _fire") == 2, "suspected, then accused"
@@ -105,4 +105,4 @@ def test_nobody_is_accused_in_a_run_without_fault(
     events = read_events(tmp_path / "run" / "events.jsonl")
     assert [event for event in events if isinstance(event, RunStarted)]
     assert not [event for event in events if isinstance(event, WorkerLost | RegroupCalled)]
-    assert not (tmp_path / "run" / "incidents").exists()
+    assert incidents_of(tmp_path / "run") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import time
@@ -17,6 +18,14 @@ def events_of(root: Path, *kinds: str) -> list[dict[str, Any]]:
     """The events so far of the run in `root`, as they stand in its file: of `kinds`, or all."""
     happened = (event.to_json() for event in read_events(root / "events.jsonl"))
     return [event for event in happened if not kinds or event["kind"] in kinds]
+
+
+def incidents_of(root: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """The folders of incidents of the run in `root`, with their manifests; without those of slow
+    steps, which a busy machine may have at any time."""
+    manifests = sorted(root.glob("incidents/*/manifest.json"))
+    found = [(path.parent, json.loads(path.read_text())) for path in manifests]
+    return [(folder, manifest) for folder, manifest in found if "resolved" not in manifest]
 
 
 def steps_of(root: Path) -> int:

@@ -93,12 +93,8 @@ def test_the_innermost_calls_of_the_thread_that_trains_count() -> None:
 
 
 def test_of_two_looks_the_second_counts_where_it_was_answered() -> None:
-    assert parse_stack(f"{INSIDE}\nBefore it was ended:\n\n{LOOPS}", HOME) == parse_stack(
-        LOOPS, HOME
-    )
-    assert parse_stack(f"{INSIDE}\nBefore it was ended:\n\n{SILENT}", HOME) == parse_stack(
-        INSIDE, HOME
-    )
+    assert parse_stack(f"{INSIDE}\nLater:\n\n{LOOPS}", HOME) == parse_stack(LOOPS, HOME)
+    assert parse_stack(f"{INSIDE}\nLater:\n\n{SILENT}", HOME) == parse_stack(INSIDE, HOME)
 
 
 def test_another_line_of_the_same_function_is_the_same_place() -> None:

@@ -130,7 +130,7 @@ def test_the_first_ones_are_kept_and_the_last_of_them_is_told_of(
     assert [list(manifest["accused"]) for manifest in kept] == [["w1"], ["w2"], ["w3"], ["w4"]]
     assert told[0] == told[2] == told[4] == told[5] == []
     (lesser,), (all_,) = told[1], told[3]
-    assert lesser.startswith(f"{tmp_path / '002'} is the last of 2 folders for last words of lost")
+    assert lesser.startswith(f"{tmp_path / '002'} is the last of 2 folders for last words and slow")
     assert all_.startswith(f"{tmp_path / '004'} is the last of 4 folders for what is found")
 
 

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Evidence, Identity
 from health.progress import Place
 from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.watching import wait_until
 
 LEAST_S, PATIENCE_S = 0.3, 30.0
 WAITS = Place(
@@ -35,6 +36,7 @@ WAITS = Place(
     longest_s=0.0,
 )
 LOOPS = replace(WAITS, phase="phase forward of step 5", waits=False)
+IS_SLOW = replace(LOOPS, in_phase_s=0.8 * LEAST_S)
 
 
 class Agents:
@@ -89,6 +91,16 @@ class Desk(CoordinatorDesk):
 
     async def _cross_lost(self, generation: int, reason: str) -> None:
         self.regroups += 1
+
+    async def asked_of_all(self) -> None:
+        """Returns when evidence was taken: none is taken again before the next standstill."""
+        await asyncio.to_thread(wait_until, lambda: self.doors.asked, PATIENCE_S)
+
+    async def manifest(self, number: str = "001") -> dict[str, Any]:
+        """Of an incident's folder, once it is there."""
+        path = self.paths.incidents / number / "manifest.json"
+        await asyncio.to_thread(wait_until, lambda: path.exists() and path.read_text(), PATIENCE_S)
+        return json.loads(path.read_text())
 
     def steps(self, count: int) -> list[events.StepRecord]:
         """Of an older roster."""
@@ -239,6 +251,122 @@ def test_whoever_moves_while_evidence_is_taken_is_left_alone(tmp_path: Path) -> 
     desk.doors.on_evidence = move  # type: ignore[method-assign]
     asyncio.run(desk.stand_still(5 * LEAST_S))
     assert desk.moves > 1 and not desk.agents.killed
+
+
+def test_a_slow_step_leaves_what_was_found_and_accuses_nobody(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.doors.known["b"] = IS_SLOW
+
+    async def run() -> dict[str, Any]:
+        desk.watch.committed(desk.steps(5))
+        await desk.asked_of_all()
+        desk.watch.committed(desk.steps(6)[5:])
+        return await desk.manifest()
+
+    manifest = asyncio.run(run())
+    assert (manifest["accused"], manifest["resolved"]) == ({}, True)
+    assert manifest["suspects"] == {
+        "b": "for 0.2 s in phase forward of step 5, where 0.2 s are long"
+    }
+    assert (manifest["step"], manifest["generation"]) == (5, 1)
+    assert manifest["bound_s"] == LEAST_S <= 2 * manifest["no_step_for_s"]
+    assert manifest["places"]["b"] == asdict(IS_SLOW)
+    assert (manifest["not_arrived"], manifest["failed_links"]) == ([], [])
+    assert manifest["files"].keys() == {"a.txt", "b.txt", "c.txt"}
+    assert not desk.agents.killed and not desk.happened(events.WorkerLost)
+
+
+def test_what_was_found_of_whoever_moved_before_its_verdict_is_kept(tmp_path: Path) -> None:
+    """Once: with the step that comes then."""
+    desk = Desk(tmp_path)
+
+    def move() -> None:
+        desk.doors.known["b"] = replace(LOOPS, mark=LOOPS.mark + desk.moves)
+        desk.moves += 1
+
+    desk.doors.on_evidence = move  # type: ignore[method-assign]
+
+    async def run() -> dict[str, Any]:
+        desk.watch.committed(desk.steps(5))
+        await asyncio.to_thread(wait_until, lambda: desk.moves > 2, PATIENCE_S)
+        assert not desk.paths.incidents.exists(), "the step has not come"
+        desk.watch.committed(desk.steps(6)[5:])
+        return await desk.manifest()
+
+    manifest = asyncio.run(run())
+    assert (manifest["accused"], manifest["resolved"]) == ({}, True)
+    assert manifest["no_step_for_s"] > LEAST_S
+
+
+@pytest.mark.parametrize("place", [LOOPS, IS_SLOW], ids=["a verdict", "a loss"])
+def test_a_standstill_that_ends_in_a_loss_has_not_passed(tmp_path: Path, place: Place) -> None:
+    """A verdict's folder has all that was found, and accuses; who crashes has one of its own."""
+    desk = Desk(tmp_path)
+    desk.doors.known["b"] = place
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(5))
+        await desk.asked_of_all()
+        if place is LOOPS:
+            assert await desk.killed(PATIENCE_S) == ["b"]
+            assert "resolved" not in await desk.manifest() and desk.watch._found is None
+        else:
+            await desk.workers.lose("b", CRASH, "its process ended")
+        desk.membership.roster = replace(desk.membership.roster, generation=2)
+        desk.watch.committed(desk.steps(6)[5:])
+        await asyncio.to_thread(wait_until, lambda: desk.watch._found is None, PATIENCE_S)
+
+    asyncio.run(run())
+    assert len(list(desk.paths.incidents.glob("*"))) == (place is LOOPS)
+
+
+def test_of_slow_steps_the_first_are_kept_and_the_last_of_them_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(standstill, "_MOST_RESOLVED", 2)
+    desk = Desk(tmp_path)
+    desk.doors.known["b"] = IS_SLOW
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(20))  # the slow ones make no pace
+        for step in range(20, 25):
+            assert (step == 23) == ("2 are enough" in caplog.text)
+            caplog.clear()
+            desk.doors.asked.clear()
+            await desk.asked_of_all()
+            desk.watch.committed(desk.steps(step + 1)[step:])
+
+    asyncio.run(run())
+    assert len(list(desk.paths.incidents.iterdir())) == 2
+
+
+def test_slow_steps_on_a_storage_that_hangs_take_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what accuses is kept beside."""
+    over, kept = threading.Event(), queue.Queue[dict[str, str]]()
+
+    def keep(incidents: Path, accused: dict[str, str], *_: object, **__: object) -> None:
+        kept.put(accused)
+        assert accused or over.wait(PATIENCE_S)
+
+    monkeypatch.setattr(standstill, "keep_evidence", keep)
+    desk = Desk(tmp_path)
+    desk.doors.known["b"] = IS_SLOW
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(20))
+        for step in range(20, 24):
+            desk.doors.asked.clear()
+            await desk.asked_of_all()
+            desk.watch.committed(desk.steps(step + 1)[step:])
+        desk.doors.known["b"] = LOOPS
+        assert await desk.killed(PATIENCE_S) == ["b"]
+        assert await asyncio.to_thread(kept.get, timeout=PATIENCE_S) == {}
+        assert "b" in await asyncio.to_thread(kept.get, timeout=PATIENCE_S)
+        over.set()
+
+    asyncio.run(run())
 
 
 def test_a_storage_that_hangs_does_not_hold_up_the_others(
