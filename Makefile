@@ -19,11 +19,11 @@ demo: $(READY)  ## train a small model and break it on the way; ARGS="..." chang
 test: $(READY)  ## the tests, twenty-five minutes on two cores
 	$(BIN)/pytest
 
-test-unit: $(READY)  ## those of them that start no run, ten minutes
-	$(BIN)/pytest -o cache_dir=.pytest_cache/unit $(PYTEST_ARGS) tests/unit
+# Two files go beside each other, and where they start runs, each with a Ray cluster of its own.
+test-unit: $(READY)  ## those of them that start no run, eight minutes
+	$(BIN)/pytest -o cache_dir=.pytest_cache/unit -n 2 --dist loadfile $(PYTEST_ARGS) tests/unit
 
-# They mostly wait, so two go beside each other, each with a Ray cluster of its own.
-test-runs: $(READY)  ## the others, ten minutes
+test-runs: $(READY)  ## the others, fifteen minutes
 	$(BIN)/pytest -o cache_dir=.pytest_cache/runs -n 2 --dist loadfile $(PYTEST_ARGS) --ignore tests/unit
 
 test-slow: $(READY)  ## those that `make test` leaves out for their cost
