@@ -248,8 +248,10 @@ class Replacements:
             self._aside.spawn(self._see_back(event))
 
     async def _see_back(self, event: events.NodeReplacement) -> None:
-        """A machine that does not come back from its reboot is suspect again."""
-        node, machine, back = event.node, event.machine, None
+        """A machine that does not come back from its reboot is suspect again: by its name, for its
+        address may be another's by now."""
+        node, back = event.node, None
+        machine = (await self._suspicions.machine_named(node, event.machine)).name
         pause_s = max(0.0, event.time + REBOOT_S - time.time())
         while back is None:
             if not await self._aside.goes_on_for(pause_s):

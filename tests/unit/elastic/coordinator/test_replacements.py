@@ -1169,6 +1169,33 @@ def test_that_holds_for_a_coordinator_started_anew_and_for_the_breaker(
     assert provider.replaced == ["m-B"]
 
 
+class Elsewhere(Reboots):
+    """What has B's address by now is another machine, which is sound."""
+
+    def machine_of(self, node: NodeIdentity) -> str:
+        return "m-other" if node.node[0] == "B" else super().machine_of(node)
+
+
+@pytest.mark.parametrize("gone", ["", "B"])
+def test_after_a_restart_the_one_that_does_not_come_back_is_the_one_that_was_known(
+    tmp_path: Path, gone: str
+) -> None:
+    """Ray may have forgotten its node."""
+    provider = Elsewhere()
+    desk = Desk(tmp_path, provider=provider, gone=gone)
+    before(desk, "begun", "rebooted", ago_s=901.0)
+
+    async def story() -> None:
+        desk.alive[1] = "B-other"
+        await desk.lose("b", cause=CRASH)
+        desk.replacements.begin()
+        *_, done = await desk.outcomes("begun", "replaced")
+        assert (done.node, done.machine) == ("B", "m-B")
+
+    desk.run(story)
+    assert provider.replaced == ["m-B"] and desk.file.read() == {}
+
+
 @pytest.mark.usefixtures("_quick_reboots")
 def test_one_that_comes_back_is_told_of_and_holds_nobody_back(tmp_path: Path) -> None:
     provider = Reboots()
