@@ -340,12 +340,19 @@ class Replacements:
         return {n: machine for n, machine in self._suspected.items() if n not in self._settled}
 
     def _hold(self) -> str | None:
-        stuck = {n for n, event in self._settled.items() if event.outcome == "failed"}
-        suspects = (self._open.keys() - self._waiting.keys()) | stuck
+        """Each machine counts once, however often Ray was started anew there."""
+        open_ = self._open
+        newest = {
+            event.machine: event
+            for event in sorted(self._settled.values(), key=lambda event: event.time)
+            if event.machine not in open_.values()
+        }
+        stuck = {event.node for event in newest.values() if event.outcome == "failed"}
+        suspects = (open_.keys() - self._waiting.keys()) | stuck
         gone = [
             event.time
-            for n, event in self._settled.items()
-            if n not in stuck and event.outcome != "returned"
+            for event in newest.values()
+            if event.node not in stuck and event.outcome != "returned"
         ]
         return decide_hold(
             machines=len(self._workers.nodes | suspects),

@@ -1429,6 +1429,18 @@ def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place
     desk.run(story)
 
 
+def became(node: str, outcome: events.ReplacementOutcome, ago_s: float) -> events.NodeReplacement:
+    """What a coordinator before this one has told of a node's machine."""
+    return events.NodeReplacement(
+        time=time.time() - ago_s,
+        node=node,
+        machine=f"m-{node[0]}",
+        outcome=outcome,
+        reason="",
+        detail="",
+    )
+
+
 @pytest.mark.parametrize(
     ("outcome", "ago_s", "held"),
     [
@@ -1445,13 +1457,7 @@ def test_after_a_new_start_others_that_are_suspect_count(
     tmp_path: Path, outcome: events.ReplacementOutcome, ago_s: float, held: bool
 ) -> None:
     desk = Desk(tmp_path)
-    then = time.time() - ago_s
-    desk.replacements.replay(
-        events.NodeReplacement(
-            time=then, node="Z", machine="m-Z", outcome=one, reason="", detail=""
-        )
-        for one in ("held_back", outcome)
-    )
+    desk.replacements.replay([became("Z", "held_back", ago_s), became("Z", outcome, ago_s)])
 
     async def story() -> None:
         await desk.lose("b")
@@ -1459,6 +1465,28 @@ def test_after_a_new_start_others_that_are_suspect_count(
             await desk.outcomes("held_back")
         else:
             await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+
+
+@pytest.mark.parametrize("outcomes", [["failed"], ["rebooted"], ["failed", "rebooted"]])
+@pytest.mark.parametrize("suspect", ["B", "C"])
+def test_a_machine_counts_once_however_often_ray_was_started_there(
+    tmp_path: Path, outcomes: Sequence[events.ReplacementOutcome], suspect: str
+) -> None:
+    """A node of Ray's there is another one each time."""
+    desk = Desk(tmp_path, provider=Reboots())
+    desk.replacements.replay(
+        became(f"B-{number}", one, 300.0 - number) for number, one in enumerate(outcomes)
+    )
+
+    async def story() -> None:
+        await desk.lose(suspect.lower())
+        if suspect == "B":
+            await desk.outcomes("begun", "replaced")
+        else:
+            (held,) = await desk.outcomes("held_back")
+            assert held.detail.startswith("2 of ")
 
     desk.run(story)
 
