@@ -28,8 +28,8 @@ def decide_hold(
 
     Args:
         machines: that the run works on, the suspect ones included.
-        suspects: those of them that something is still to be done about, or that could not be
-            replaced.
+        suspects: those of them that something is still to be done about, and those that could not
+            be replaced, where it works on several.
         settled: since when nothing more is done about each one that was suspect, as it is replaced;
             or since when it waits for another to come. Within `AT_ONCE_S` it counts on: what they
             have in common goes on.

@@ -340,14 +340,18 @@ class Replacements:
         return {n: machine for n, machine in self._suspected.items() if n not in self._settled}
 
     def _hold(self) -> str | None:
-        """Each machine counts once, however often Ray was started anew there."""
+        """Each machine counts once, however often Ray was started anew there. One that could not be
+        replaced counts as one that was; where the run works on several, they count on as suspect: a
+        single one may be so for what is its own, such as Ray's head."""
         open_ = self._open
         newest = {
             event.machine: event
             for event in sorted(self._settled.values(), key=lambda event: event.time)
             if event.machine not in open_.values()
         }
-        stuck = {event.node for event in newest.values() if event.outcome == "failed"}
+        failed = {event.node for event in newest.values() if event.outcome == "failed"}
+        worked_on = failed & self._workers.nodes
+        stuck = worked_on if len(worked_on) > 1 else set()
         suspects = (open_.keys() - self._waiting.keys()) | stuck
         gone = [
             event.time

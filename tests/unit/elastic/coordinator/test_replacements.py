@@ -1449,7 +1449,8 @@ def became(node: str, outcome: events.ReplacementOutcome, ago_s: float) -> event
         ("replaced", 700.0, False),
         ("told", 0.0, True),
         ("told", 700.0, False),  # a provider would have replaced it
-        ("failed", 700.0, True),  # it stays, and is suspect
+        ("failed", 0.0, True),
+        ("failed", 700.0, False),  # nobody works there any more
         ("cleared", 0.0, False),
     ],
 )
@@ -1463,6 +1464,26 @@ def test_after_a_new_start_others_that_are_suspect_count(
         await desk.lose("b")
         if held:
             await desk.outcomes("held_back")
+        else:
+            await desk.outcomes("begun", "replaced")
+
+    desk.run(story)
+
+
+@pytest.mark.parametrize("ago_s", [0.0, 700.0])
+@pytest.mark.parametrize("failed", ["A", "AC", "AYZ"])
+def test_several_that_could_not_be_replaced_count_while_the_run_works_on_them(
+    tmp_path: Path, failed: str, ago_s: float
+) -> None:
+    """It works on A and C. One may not be replaced for what is its own, such as Ray's head."""
+    desk = Desk(tmp_path, head="A")
+    desk.replacements.replay(became(node, "failed", ago_s) for node in failed)
+
+    async def story() -> None:
+        await desk.lose("b")
+        if failed == "AC" or not ago_s:
+            (held,) = await desk.outcomes("held_back")
+            assert held.detail.startswith(f"{len(failed) + 1} of 3 machines")
         else:
             await desk.outcomes("begun", "replaced")
 
