@@ -257,7 +257,8 @@ class Replacements:
             if not await self._aside.goes_on_for(pause_s):
                 return
             back, pause_s = await self._suspicions.is_back(machine), LOOK_S
-        if list(self._suspected.values()).count(machine) > 1:
+        since = (e for e in self._settled.values() if e.machine == machine and e.time > event.time)
+        if machine in self._open.values() or any(since):
             return  # it came back, and is seen to by another of Ray's nodes there
         if back:
             event = replace(

@@ -1132,6 +1132,18 @@ def before(desk: Desk, *outcomes: events.ReplacementOutcome, ago_s: float = 0.0)
     )
 
 
+def became(node: str, outcome: events.ReplacementOutcome, ago_s: float) -> events.NodeReplacement:
+    """What a coordinator before this one has told of a node's machine."""
+    return events.NodeReplacement(
+        time=time.time() - ago_s,
+        node=node,
+        machine=f"m-{node[0]}",
+        outcome=outcome,
+        reason="",
+        detail="",
+    )
+
+
 @pytest.mark.usefixtures("_quick_reboots")
 def test_a_machine_that_does_not_come_back_from_its_reboot_is_replaced(tmp_path: Path) -> None:
     provider = Reboots()
@@ -1164,6 +1176,22 @@ def test_that_holds_for_a_coordinator_started_anew_and_for_the_breaker(
         await desk.lose("b", cause=CRASH)
         desk.replacements.begin()
         await desk.outcomes(*(["held_back"] if held else []), "begun", "replaced")
+
+    desk.run(story)
+    assert provider.replaced == ["m-B"]
+
+
+def test_one_that_has_come_back_before_is_looked_for_as_well(tmp_path: Path) -> None:
+    provider = Reboots()
+    desk = Desk(tmp_path, provider=provider)
+    desk.replacements.replay([became("B-old", "returned", 90_000.0)])
+    before(desk, "begun", "rebooted", ago_s=901.0)
+
+    async def story() -> None:
+        desk.alive.remove("B")
+        await desk.lose("b", cause=CRASH)
+        desk.replacements.begin()
+        await desk.outcomes("begun", "replaced")
 
     desk.run(story)
     assert provider.replaced == ["m-B"]
@@ -1225,14 +1253,7 @@ def test_one_that_is_gone_for_another_reason_is_left_alone(tmp_path: Path, why: 
     desk = Desk(tmp_path, provider=provider, nodes=nodes)
     newest: events.ReplacementOutcome = "returned" if why == "returned" else "rebooted"
     before(desk, "begun", newest, ago_s=901.0)
-    of_another = events.NodeReplacement(
-        time=time.time() - 700.0,
-        node="B-anew",
-        machine="m-B",
-        outcome="replaced",
-        reason="",
-        detail="",
-    )
+    of_another = became("B-anew", "replaced", 700.0)
     desk.replacements.replay([of_another] if why == "replaced" else [])
 
     async def story() -> None:
@@ -1427,18 +1448,6 @@ def test_nothing_is_done_before_a_coordinator_started_anew_knows_who_has_a_place
         await desk.outcomes("replaced")
 
     desk.run(story)
-
-
-def became(node: str, outcome: events.ReplacementOutcome, ago_s: float) -> events.NodeReplacement:
-    """What a coordinator before this one has told of a node's machine."""
-    return events.NodeReplacement(
-        time=time.time() - ago_s,
-        node=node,
-        machine=f"m-{node[0]}",
-        outcome=outcome,
-        reason="",
-        detail="",
-    )
 
 
 @pytest.mark.parametrize(
