@@ -251,24 +251,25 @@ class Replacements:
         """A machine that does not come back from its reboot is suspect again: by its name, for its
         address may be another's by now."""
         node, back = event.node, None
-        machine = (await self._suspicions.machine_named(node, event.machine)).name
+        machine = await self._suspicions.machine_named(node, event.machine)
         pause_s = max(0.0, event.time + REBOOT_S - time.time())
         while back is None:
             if not await self._aside.goes_on_for(pause_s):
                 return
             back, pause_s = await self._suspicions.is_back(machine), LOOK_S
-        since = (e for e in self._settled.values() if e.machine == machine and e.time > event.time)
-        if machine in self._open.values() or any(since):
+        name = machine.name
+        since = (e for e in self._settled.values() if e.machine == name and e.time > event.time)
+        if name in self._open.values() or any(since):
             return  # it came back, and is seen to by another of Ray's nodes there
         if back:
             event = replace(
-                event, time=time.time(), outcome="returned", detail="Ray has a node there"
+                event, time=time.time(), outcome="returned", detail="Ray has a new node there"
             )
             self._settled[node] = event
             self._records.note(event)
             return
         del self._suspected[node], self._settled[node]
-        late = f"none of Ray's nodes is there {REBOOT_S:g} s after its reboot was asked for"
+        late = f"Ray has no new node there {REBOOT_S:g} s after its reboot was asked for"
         self.mend(node, "reboot", late, 1.0, "replace_node")
 
     async def _look_on(self, event: events.NodeReplacement) -> None:

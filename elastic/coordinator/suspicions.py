@@ -218,14 +218,17 @@ class Suspicions:
         others = (each for each in live if each.node.node != machine.node.node)
         return [machine.node, *(each.node for each in others if each.name == machine.name)]
 
-    async def is_back(self, machine: str) -> bool | None:
-        """Whether any of Ray's nodes is on a machine; None where nobody can tell now."""
+    async def is_back(self, machine: Machine) -> bool | None:
+        """Whether Ray has a node on a machine that was rebooted, other than those that were left
+        before; None where nobody can tell now."""
         live = await self._machines()
         if live is None:
             return None
-        if any(each.name == machine for each in live):
+        left = self._workers.draining_nodes | {machine.node.node}
+        new = [each for each in live if each.node.node not in left]
+        if any(each.name == machine.name for each in new):
             return True
-        return None if any(each.unknown is not None for each in live) else False
+        return None if any(each.unknown is not None for each in new) else False
 
     async def _machines(self) -> list[Machine] | None:
         """Those below the nodes that Ray believes alive; None where the run ends before it tells
