@@ -220,7 +220,8 @@ class Suspicions:
 
     async def is_back(self, machine: Machine) -> bool | None:
         """Whether Ray has a node on a machine that was rebooted, other than those that were left
-        before; None where nobody can tell now."""
+        before; None where nobody can tell now. A node whose machine is not known may be there where
+        it has the same address, which a reboot does not change, or one that is not known either."""
         live = await self._machines()
         if live is None:
             return None
@@ -228,7 +229,10 @@ class Suspicions:
         new = [each for each in live if each.node.node not in left]
         if any(each.name == machine.name for each in new):
             return True
-        return None if any(each.unknown is not None for each in new) else False
+        for node in (each.node for each in new if each.unknown is not None):
+            if node.address in (machine.node.address, _unknown(node.node).address):
+                return None
+        return False
 
     async def _machines(self) -> list[Machine] | None:
         """Those below the nodes that Ray believes alive; None where the run ends before it tells

@@ -64,7 +64,7 @@ class Desk(CoordinatorDesk):
         root.mkdir(parents=True, exist_ok=True)
         health = HealthConfig(max_replacements_per_hour=per_hour, replace_nodes=nodes)
         super().__init__(root / "run", health=health)
-        self._head, self._gone, self._silent = head, gone, silent
+        self._head, self.gone, self._silent = head, gone, silent
         self.alive = ["A", "B", "C"]
         """Those that Ray believes alive."""
         self.ended: list[str] = []
@@ -96,10 +96,11 @@ class Desk(CoordinatorDesk):
         if self._silent > 0:
             self._silent -= 1
             raise ConnectionError("Ray does not answer")
-        if node == self._gone:
+        if node == self.gone:
             raise LookupError(f"Ray knows no node {node}")
         head = node == self._head
-        return NodeIdentity(node=node, address="10.0.0.1", instance=f"m-{node}", head=head)
+        address = f"10.0.0.{ord(node[0])}"  # of a machine, whatever Ray calls its node
+        return NodeIdentity(node=node, address=address, instance=f"m-{node}", head=head)
 
     def run(self, story: Callable[[], Awaitable[None]]) -> None:
         async def tell() -> None:
@@ -1278,10 +1279,13 @@ def test_one_that_is_gone_for_another_reason_is_left_alone(tmp_path: Path, why: 
 
 
 @pytest.mark.usefixtures("_quick_reboots")
-def test_a_machine_is_looked_for_until_all_of_rays_nodes_are_known(tmp_path: Path) -> None:
-    """Whatever is below one that nobody knows may be it."""
-    provider = Unsure()
-    desk = Desk(tmp_path, provider=provider)
+@pytest.mark.parametrize("of", ["provider", "ray"])
+def test_a_machine_is_looked_for_until_all_that_may_be_it_are_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, of: str
+) -> None:
+    """A new node of Ray's with its address, or whose address Ray does not tell."""
+    provider = Unsure({"B-anew": 3 * (of == "provider")})
+    desk = Desk(tmp_path, provider=provider, gone="B-anew" if of == "ray" else "")
 
     async def story() -> None:
         provider.ends.clear()
@@ -1290,20 +1294,44 @@ def test_a_machine_is_looked_for_until_all_of_rays_nodes_are_known(tmp_path: Pat
             await asyncio.sleep(0.005)
         desk.alive[1] = "B-anew"
         provider.ends.set()
+        while "the machine of node B-anew is not known" not in caplog.text:
+            await asyncio.sleep(0.005)
+        desk.gone = ""
         await desk.outcomes("begun", "rebooted", "returned")
 
     desk.run(story)
-    assert provider.asked_in_vain == 3 and provider.replaced == []
+    assert provider.in_vain == {"B-anew": 0} and provider.replaced == []
+
+
+@pytest.mark.usefixtures("_quick_reboots")
+def test_another_that_nobody_knows_is_not_taken_for_a_machine_that_reboots(tmp_path: Path) -> None:
+    """As a machine of the cluster that has only CPUs, and no tag."""
+    provider = Unsure({"A": 1_000_000})
+    desk = Desk(tmp_path, provider=provider)
+
+    async def story() -> None:
+        desk.alive.remove("B")
+        await desk.until_it_may_reboot()
+        await desk.outcomes("begun", "rebooted", "begun", "replaced")
+
+    desk.run(story)
+    assert provider.replaced == ["m-B"]
 
 
 class Unsure(Reboots):
-    """Does not know at first what is below a node that is new."""
+    """Does not know what is below some nodes.
 
-    asked_in_vain = 0
+    Args:
+        in_vain: node -> how often it is asked for in vain.
+    """
+
+    def __init__(self, in_vain: dict[str, int]) -> None:
+        super().__init__()
+        self.in_vain = in_vain
 
     def machine_of(self, node: NodeIdentity) -> str:
-        if node.node == "B-anew" and self.asked_in_vain < 3:
-            self.asked_in_vain += 1
+        if self.in_vain.get(node.node, 0) > 0:
+            self.in_vain[node.node] -= 1
             raise LookupError("no instance has this address")
         return super().machine_of(node)
 
