@@ -25,7 +25,12 @@ KEPT_TAG, REPLACES_TAG = "elastictrainer:kept", "elastictrainer:replaces"
 _GROUP_TAG = "aws:autoscaling:groupName"
 """EC2 sets it, and takes it away from an instance that is detached."""
 _GOING = ("pending", "running")
-_FULL = {"ReservationCapacityExceeded", "VcpuLimitExceeded", "InstanceLimitExceeded"}
+_FULL = {
+    "ReservationCapacityExceeded",
+    "VcpuLimitExceeded",
+    "InstanceLimitExceeded",
+    "MaxSpotInstanceCountExceeded",
+}
 """Codes after which there is room for another instance once the old one has ended."""
 _NO_CAPACITY = _FULL | {
     "InsufficientInstanceCapacity",
@@ -33,7 +38,6 @@ _NO_CAPACITY = _FULL | {
     "InsufficientHostCapacity",
     "InsufficientReservedInstanceCapacity",
     "SpotMaxPriceTooLow",
-    "MaxSpotInstanceCountExceeded",
     "InsufficientFreeAddressesInSubnet",
     "Unsupported",
 }

@@ -180,7 +180,13 @@ def test_without_capacity_anywhere_the_old_one_stays_until_there_is(cloud: Cloud
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(
-    "code", ["ReservationCapacityExceeded", "VcpuLimitExceeded", "InstanceLimitExceeded"]
+    "code",
+    [
+        "ReservationCapacityExceeded",
+        "VcpuLimitExceeded",
+        "InstanceLimitExceeded",
+        "MaxSpotInstanceCountExceeded",
+    ],
 )
 def test_a_full_reservation_or_quota_gets_the_old_ones_place(
     cloud: Cloud, code: str, keep: bool
