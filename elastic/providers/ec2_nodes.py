@@ -146,11 +146,11 @@ class Ec2Provider:
 
         with _asked_again():
             self._own(machine, reason)
-        try:
-            self._client("ec2").reboot_instances(InstanceIds=[machine])
-        except HTTPClientError as error:  # it was sent; who hears of a failure may send it again
-            lost = type(error).__name__
-            return f"EC2 was asked to reboot it, and its answer was lost ({lost})"
+            try:
+                self._client("ec2").reboot_instances(InstanceIds=[machine])
+            except HTTPClientError as error:  # sent; who hears of a failure may send it again
+                lost = type(error).__name__
+                return f"EC2 was asked to reboot it, and its answer was lost ({lost})"
         return "it was rebooted"
 
     def complaints(self) -> dict[str, str]:

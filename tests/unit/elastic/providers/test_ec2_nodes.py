@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from botocore.retries.standard import ExponentialBackoff
 
 import elastic.providers.ec2_nodes
@@ -281,6 +282,44 @@ def test_a_call_that_is_not_served_now_is_asked_for_again(
     cloud.failing.clear()
     replacing.replace([node()], bad, REASON)
     assert cloud.state(bad) == "terminated" and len(cloud.successors(bad)) == 1
+
+
+@pytest.mark.usefixtures("_no_pauses")
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(503, "RequestLimitExceeded"), (400, "Throttling"), (429, "SomethingNew")],
+)
+def test_so_is_a_reboot_that_is_not_served_now(cloud: Cloud, status: int, code: str) -> None:
+    ours = cloud.instance()["InstanceId"]
+    rebooting = provider(reboot=True)
+    cloud.failing["RebootInstances"] = status, code
+    with pytest.raises(ProviderAwayError, match=code):
+        rebooting.reboot([node()], ours, REASON)
+    cloud.failing["RebootInstances"] = 403, "UnauthorizedOperation"
+    with pytest.raises(ClientError, match="UnauthorizedOperation"):
+        rebooting.reboot([node()], ours, REASON)
+    assert cloud.reboots == []
+    cloud.failing.clear()
+    assert rebooting.reboot([node()], ours, REASON) == "it was rebooted"
+
+
+@pytest.mark.usefixtures("_no_pauses")
+def test_so_is_one_that_cannot_be_sent(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EC2 is gone once it has said whose the instance is."""
+    ours = cloud.instance()["InstanceId"]
+    rebooting = provider(reboot=True)
+    own = rebooting._own
+
+    def own_and_gone(machine: str, reason: str) -> dict[str, Any]:
+        found = own(machine, reason)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        rebooting._clients.clear()
+        return found
+
+    monkeypatch.setattr(rebooting, "_own", own_and_gone)
+    with pytest.raises(ProviderAwayError, match="EC2: EndpointConnectionError"):
+        rebooting.reboot([node()], ours, REASON)
+    assert cloud.reboots == []
 
 
 @pytest.mark.usefixtures("_no_pauses")
