@@ -193,6 +193,8 @@ class StandstillWatch:
         found = _Found(last, self._bound_s, failed=() if self._good == last else None)
         while not self._over(last):
             places = await self._places()
+            if self._over(last):
+                return  # a step came while agents were asked: that is no standstill
             soon, now = self._judge(places)
             may_fail = soon.standing and (found.failed is None or found.failed)
             if not (soon.suspects or soon.all_wait or may_fail):

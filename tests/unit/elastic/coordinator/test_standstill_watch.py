@@ -276,6 +276,32 @@ def test_a_slow_step_leaves_what_was_found_and_accuses_nobody(tmp_path: Path) ->
     assert not desk.agents.killed and not desk.happened(events.WorkerLost)
 
 
+def test_a_step_that_comes_while_agents_are_asked_where_all_are_ends_the_look(
+    tmp_path: Path,
+) -> None:
+    """Evidence would be of workers that train, and the next step would leave it."""
+    desk = Desk(tmp_path)
+    desk.doors.known["b"] = IS_SLOW
+    looks, again = list[tuple[object, int]](), asyncio.Event()
+
+    async def places(nodes: Iterable[str]) -> dict[str, Place | None]:
+        looks.append((desk.watch._found, len(desk.doors.asked)))
+        if len(looks) == 1:
+            desk.watch.committed(desk.steps(6)[5:])
+        else:
+            again.set()
+        return desk.doors.known
+
+    desk.doors.places = places  # type: ignore[method-assign]
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(5))
+        await asyncio.wait_for(again.wait(), PATIENCE_S)
+
+    asyncio.run(run())
+    assert looks[1] == (None, 0)
+
+
 def test_what_was_found_of_whoever_moved_before_its_verdict_is_kept(tmp_path: Path) -> None:
     """Once: with the step that comes then."""
     desk = Desk(tmp_path)
