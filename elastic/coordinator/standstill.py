@@ -57,7 +57,7 @@ _AGAIN = 0.8
 """Share of the bound at which evidence is taken again: it takes up to a second."""
 _LOOK_S = 0.2
 """Between two looks at where all are, while none comes."""
-_MOST_RESOLVED = 10
+_MOST_SLOW = 10
 """Standstills without a verdict that are kept, of each start of the coordinator."""
 
 
@@ -94,8 +94,8 @@ class _Found:
     """Workers between whose nodes connections were tried."""
     failed: Sequence[FailedLink] | None = None
     """Those that failed; None: they were not tried yet."""
-    resolved_s: float | None = None
-    """For how long no step had come when one came; None: none has."""
+    no_step_for_s: float = 0.0
+    """Until one came, or somebody was accused."""
 
     def seen(self) -> dict[str, Evidence]:
         """By worker; both looks at those who were looked at twice."""
@@ -145,9 +145,11 @@ class StandstillWatch:
         self._good: _Stand | None = None
         """Where connections were tried and are good, or nobody can be taken out."""
         self._found: _Found | None = None
-        """Of the latest standstill, as long as there is no verdict on it."""
-        self._resolved = 0
-        """Those that were kept."""
+        """Of the latest standstill, until there is a verdict on it or a step comes."""
+        self._slow: _Found | None = None
+        """Of the first such step that is not kept yet."""
+        self._slow_kept = 0
+        """How many were."""
         self._keeping: asyncio.Future[None] | None = None
         """The latest of them: of a storage that hangs one thread is enough."""
 
@@ -159,9 +161,12 @@ class StandstillWatch:
                 self._steps_s.append(max(0.0, step.time - before.time))
 
     def committed(self, steps: Sequence[StepRecord]) -> None:
-        """Steps are in the records."""
-        if self._found is not None and self._found.resolved_s is None:
-            self._found.resolved_s = self._still_s
+        """Steps are in the records. A standstill that ended in a call has not passed: the losses
+        that led to it tell of it."""
+        found, self._found = self._found, None
+        if found is not None and found.last.generation == self._membership.roster.generation:
+            found.no_step_for_s = self._still_s
+            self._slow = self._slow or found
         self.replay(steps)
         self.begin()
 
@@ -175,7 +180,7 @@ class StandstillWatch:
     async def _watch(self) -> None:
         while self._membership.stopped is None:
             await asyncio.sleep(_CALM_S)
-            self._keep_resolved()
+            self._keep_slow()
             stand = self._stand
             if stand is not None and self._still_s >= SOON * self._bound_s:
                 await self._look(stand)
@@ -204,8 +209,7 @@ class StandstillWatch:
             if accused or now.all_wait or (now.standing and found.failed):
                 await self._act(accused, found, all_wait=now.all_wait)
                 return
-            if self._found is None or self._found.resolved_s is None:
-                self._found = found
+            self._found = found
             found.suspects |= {suspect.worker: suspect.evidence for suspect in soon.suspects}
             suspects = [suspect.worker for suspect in soon.suspects]
             if found.failed is None:
@@ -255,7 +259,8 @@ class StandstillWatch:
         if await self._some_moved(accused, found.places) or self._over(last):
             return  # in this order: a worker may be lost while agents are asked
         self._found = None
-        self._keep(found, accused, self._still_s, failed, absences)
+        found.no_step_for_s = self._still_s
+        self._keep(found, accused, failed, absences)
         if accused:
             failed = [link for link in failed if not accused.keys().isdisjoint(link[:2])]
         removed: set[str] = set()
@@ -274,51 +279,45 @@ class StandstillWatch:
                 await self._cross_lost(last.generation, reason)
         self._came_s = time.monotonic()  # what follows has its own bounds
 
-    def _keep_resolved(self) -> None:
-        """Keeps what was found of a standstill that is over and led to no verdict, if there is one.
-        What ended in a call instead is told of by the losses that led to it."""
-        found = self._found
-        if found is None or found.resolved_s is None:
+    def _keep_slow(self) -> None:
+        """Keeps what was found of a slow step, if there is one. The look at it is over."""
+        found = self._slow
+        if found is None or (self._keeping is not None and not self._keeping.done()):
             return
-        if self._keeping is not None and not self._keeping.done():
+        self._slow = None
+        if not found.first or self._slow_kept == _MOST_SLOW:
             return
-        self._found = None
-        same = found.last.generation == self._membership.roster.generation
-        if not same or not found.first or self._resolved == _MOST_RESOLVED:
-            return
-        self._resolved += 1
+        self._slow_kept += 1
         self._keeping = self._keep(
             found,
             {},
-            found.resolved_s,
             found.failed or (),
             resolved=True,
             suspects=found.suspects,
             share=LESSER_SHARE,
         )
-        if self._resolved == _MOST_RESOLVED:
+        if self._slow_kept == _MOST_SLOW:
             log.warning(
                 "step %d came after %.1f s, where %.1f s are long: of no further standstill that "
                 "passes what was found is kept in %s, %d are enough (health.progress_timeout_s)",
                 found.last.step + 1,
-                found.resolved_s,
+                found.no_step_for_s,
                 found.bound_s,
                 self._incidents,
-                _MOST_RESOLVED,
+                _MOST_SLOW,
             )
 
     def _keep(
         self,
         found: _Found,
         accused: Mapping[str, str],
-        no_step_for_s: float,
         failed: Iterable[FailedLink],
         absences: Sequence[Absence] | None = None,
         **facts: Any,
     ) -> asyncio.Future[None]:
         """Keeps what was found, on a thread."""
         return self._aside.on_thread(
-            _keep,
+            _write,
             self._incidents,
             accused,
             found,
@@ -326,7 +325,7 @@ class StandstillWatch:
             absences,
             step=found.last.step + 1,
             generation=found.last.generation,
-            no_step_for_s=round(no_step_for_s, 1),
+            no_step_for_s=round(found.no_step_for_s, 1),
             bound_s=round(found.bound_s, 1),
             failed_links=[link._asdict() for link in failed],
             places={
@@ -395,7 +394,7 @@ def _marks(places: _Places) -> dict[str, int]:
     return {w: p.mark for replica in places for w, p in replica.items() if p is not None}
 
 
-def _keep(
+def _write(
     incidents: Path,
     accused: Mapping[str, str],
     found: _Found,
