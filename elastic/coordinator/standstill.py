@@ -404,7 +404,7 @@ def _write(
 ) -> None:
     """As `keep_evidence`, with what the stacks show together, and the recordings (None: nobody has
     looked yet). What goes wrong with that costs these lines, not the rest."""
-    seen, whole = found.seen(), found.second or found.suspects
+    seen, whole = found.seen(), {*found.suspects, *found.second}
     if absences is None:
         absences = _find_absences(seen, roster.met)
     stacks: dict[str, Any] = {"seen": len(seen), "workers": len(roster.workers)}

@@ -47,6 +47,7 @@ class Agents:
         self.short: list[dict[tuple[str, str], int]] = []
         self.tests = 0
         self.recordings: dict[str, str] = {}
+        self.log = ""
         self.asked: list[list[str]] = []
 
     async def places(self, nodes: Iterable[str]) -> dict[str, Place | None]:
@@ -56,7 +57,9 @@ class Agents:
         self.on_evidence()
         self.asked.append([identity.worker for identity in identities])
         return {
-            worker: Evidence(stacks="it waits", collectives=self.recordings.get(worker, ""))
+            worker: Evidence(
+                stacks="it waits", log=self.log, collectives=self.recordings.get(worker, "")
+            )
             for worker in self.asked[-1]
         }
 
@@ -300,6 +303,35 @@ def test_a_step_that_comes_while_agents_are_asked_where_all_are_ends_the_look(
 
     asyncio.run(run())
     assert looks[1] == (None, 0)
+
+
+def test_all_is_kept_of_whoever_was_suspected_and_of_two_who_were_asked_again(
+    tmp_path: Path,
+) -> None:
+    """Of others what their threads were doing. At first e is suspected, later d."""
+    desk = Desk(tmp_path, each=2)
+    desk.doors.known = {**dict.fromkeys("abcdef", WAITS), "e": IS_SLOW}
+    desk.doors.log = "its last words"
+
+    def move() -> None:
+        desk.doors.known |= {"e": WAITS, "d": IS_SLOW}
+
+    desk.doors.on_evidence = move  # type: ignore[method-assign]
+
+    async def run() -> dict[str, Any]:
+        desk.watch.committed(desk.steps(5))
+        await asyncio.to_thread(wait_until, lambda: len(desk.doors.asked) == 2, PATIENCE_S)
+        desk.watch.committed(desk.steps(6)[5:])
+        return await desk.manifest()
+
+    manifest = asyncio.run(run())
+    assert manifest["suspects"].keys() == {"d", "e"}
+    whole = {*desk.doors.asked[1], "e"}
+    assert {"d", "e"} < whole < {*"abcdef"}
+    assert {name for name in manifest["files"] if name.endswith(".log")} == {
+        f"{worker}.log" for worker in whole
+    }
+    assert {f"{worker}.txt" for worker in "abcdef"} < manifest["files"].keys()
 
 
 def test_what_was_found_of_whoever_moved_before_its_verdict_is_kept(tmp_path: Path) -> None:
