@@ -90,19 +90,24 @@ def _worth(mark: Mark, now: float) -> float:
     return mark.weight * 0.5 ** (max(0.0, now - mark.time) / HALF_LIFE_S)
 
 
+def date_back(record: Record, now: float, written: float) -> dict[str, tuple[Mark, ...]]:
+    """The record to be weighed at `now`: a mark from more than an hour later is taken for one of
+    when the record was `written`, so that it fades. Not to be kept: `now` may be what is wrong."""
+    then = min(now, written)
+    return {
+        name: tuple(replace(m, time=then) if m.time > now + _AHEAD_S else m for m in marks)
+        for name, marks in record.items()
+    }
+
+
 def to_json(record: Record) -> dict[str, Any]:
     """A record as a plain JSON object."""
     return {"machines": {name: [asdict(mark) for mark in marks] for name, marks in record.items()}}
 
 
-def from_json(data: object, now: float, written: float) -> dict[str, tuple[Mark, ...]]:
-    """The record that `data` describes, without machines that nothing speaks against.
-
-    Args:
-        data: what `to_json` gives.
-        now: in seconds since the epoch, as all times.
-        written: since when the data are there; a mark from more than an hour after `now` is taken
-            for one of this time, so that it fades.
+def from_json(data: object) -> dict[str, tuple[Mark, ...]]:
+    """The record that `data`, which is what `to_json` gives, describes, without machines that
+    nothing speaks against.
 
     Raises:
         ValueError: it describes none.
@@ -110,16 +115,14 @@ def from_json(data: object, now: float, written: float) -> dict[str, tuple[Mark,
     machines = data.get("machines") if isinstance(data, Mapping) else None
     if not isinstance(machines, Mapping):
         raise ValueError("it has no object 'machines'")
-    record = {str(name): _marks(str(name), marks, now, written) for name, marks in machines.items()}
+    record = {str(name): _marks(str(name), marks) for name, marks in machines.items()}
     return {name: marks for name, marks in record.items() if marks}
 
 
-def _marks(machine: str, marks: object, now: float, written: float) -> tuple[Mark, ...]:
+def _marks(machine: str, marks: object) -> tuple[Mark, ...]:
     if not isinstance(marks, list):
         raise ValueError(f"the marks of {machine} are no list")
-    found = (_mark(machine, one) for one in marks)
-    then = min(now, written)
-    return tuple(replace(one, time=then) if one.time > now + _AHEAD_S else one for one in found)
+    return tuple(_mark(machine, one) for one in marks)
 
 
 def _mark(machine: str, data: object) -> Mark:

@@ -182,7 +182,7 @@ class Suspicions:
         goes by its name."""
         machine = await self.machine_of(unknown.node.node)
         if machine.name != unknown.name:
-            for mark in await self._marks_of(unknown.name) or ():
+            for mark in await self._marks_of(unknown.name, kept=True) or ():
                 await self._remember(machine.name, mark)
             await self.forget(unknown)
         return machine
@@ -270,10 +270,11 @@ class Suspicions:
         marks = await self._marks_of(machine)
         return SUSPECT if marks is None else score(marks, time.time())
 
-    async def _marks_of(self, machine: str) -> tuple[Mark, ...] | None:
-        """What speaks against a machine; None where the record cannot be read."""
+    async def _marks_of(self, machine: str, *, kept: bool = False) -> tuple[Mark, ...] | None:
+        """What speaks against a machine, as it is to be weighed or as it is `kept`; None where the
+        record cannot be read."""
         try:
-            record = await self._aside.on_thread(self._file.read)
+            record = await self._aside.on_thread(self._file.kept if kept else self._file.read)
         except (OSError, SuspectFileError):
             return None
         return add_marks(record, self._unwritten).get(machine, ())
@@ -288,7 +289,7 @@ class Suspicions:
             except (OSError, SuspectFileError) as error:
                 log.warning("what speaks against %s is not remembered yet: %s", machine, error)
                 self._unwritten = unwritten
-                return await self._marks_of(machine) or unwritten[machine]
+                return await self._marks_of(machine, kept=True) or unwritten[machine]
             self._unwritten = {}
             return record[machine]
 
@@ -340,7 +341,7 @@ class Suspicions:
     ) -> Literal["none", "perhaps", "rebooted"]:
         """Whether this run has asked for a reboot of a machine since then: perhaps, where what
         spoke against it before still does."""
-        marks = await self._marks_of(machine) or ()
+        marks = await self._marks_of(machine, kept=True) or ()
         for index, mark in enumerate(marks):
             if self._is_reboot(mark) and mark.time >= since:
                 return "perhaps" if index else "rebooted"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from checkpointing.whole_file import write_whole
 from elastic.errors import SuspectFileError
-from health.suspects import Mark, Record, add_marks, from_json, to_json
+from health.suspects import Mark, Record, add_marks, date_back, from_json, to_json
 
 log = logging.getLogger(__name__)
 
@@ -35,18 +35,26 @@ class SuspectFile:
         self.path = storage / FILE
 
     def read(self) -> dict[str, tuple[Mark, ...]]:
-        """The record; empty where there is none. A mark of a wrong clock fades from when the
-        file was written.
+        """The record as it is to be weighed now: a mark of a wrong clock fades from when the file
+        was written. Raises as `kept` does."""
+        record, written = self._load()
+        return date_back(record, time.time(), written)
+
+    def kept(self) -> dict[str, tuple[Mark, ...]]:
+        """The record as it is in the file, for whoever changes it; empty where there is none.
 
         Raises:
             SuspectFileError: the file holds something else.
         """
+        return self._load()[0]
+
+    def _load(self) -> tuple[dict[str, tuple[Mark, ...]], float]:
+        """The record, and when it was written, in seconds since the epoch."""
         try:
             with self.path.open("rb") as file:
-                written = os.fstat(file.fileno()).st_mtime
-                return from_json(json.loads(file.read()), time.time(), written)
+                return from_json(json.loads(file.read())), os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
-            return {}
+            return {}, 0.0
         except ValueError as error:
             raise SuspectFileError(str(self.path), str(error)) from error
 
@@ -63,14 +71,14 @@ class SuspectFile:
         """
         with self._locked():
             self._set_aside_if_damaged()
-            record = add_marks(self.read(), more)
+            record = add_marks(self.kept(), more)
             self._write(record)
         return record
 
     def take_back(self, machine: str, wrong: Callable[[Mark], bool]) -> None:
         """Forgets those marks of a machine that are wrong."""
         with self._locked():
-            record = self.read()
+            record = self.kept()
             if kept := tuple(mark for mark in record.pop(machine, ()) if not wrong(mark)):
                 record[machine] = kept
             self._write(record)
@@ -83,7 +91,7 @@ class SuspectFile:
                 count = len(self._readable())
                 self.path.unlink(missing_ok=True)
                 return count
-            record = self.read()
+            record = self.kept()
             if record.pop(machine, None) is None:
                 return 0
             self._write(record)
@@ -101,7 +109,7 @@ class SuspectFile:
 
     def _readable(self) -> Record:
         with contextlib.suppress(SuspectFileError):
-            return self.read()
+            return self.kept()
         return {}
 
     def _write(self, record: Record) -> None:

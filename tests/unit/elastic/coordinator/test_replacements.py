@@ -27,7 +27,7 @@ from elastic.providers.node_provider import NodeIdentity, NodeProvider
 from elastic.providers.ray_nodes import RayProvider
 from elastic.reporting.suspect_file import SuspectFile
 from health import breaker, suspects
-from health.suspects import Mark
+from health.suspects import REBOOTED, Mark
 from tests.support.coordinator_desk import CoordinatorDesk
 from tests.support.fakes.kube_server import kube_server
 
@@ -750,6 +750,23 @@ def test_a_machine_that_is_not_known_is_asked_for_again_and_not_replaced(
     desk.run(story)
     assert desk.file.read().keys() == (set() if times == 1 else {"m-B"})
     assert provider.asked == (times == 1)
+
+
+def test_what_goes_over_to_the_name_of_a_machine_keeps_its_time(tmp_path: Path) -> None:
+    """By a clock that is behind it seems to come yet. A reboot by this run is known by it, too."""
+    desk = Desk(tmp_path, provider=Forgetful(1))
+    suspicions, ahead = desk.replacements._suspicions, mark(ago_s=-86_400.0)
+    reboot = replace(ahead, cause=REBOOTED, run="run", time=ahead.time + 60.0)
+    desk.file.add_all({"m-B": (ahead, reboot)})
+
+    async def story() -> None:
+        unknown = await suspicions.machine_of("B")
+        assert (unknown.name, unknown.unknown is None) == ("m-B", False)
+        assert (await suspicions.ask_again(unknown)).name == "i-B"
+        assert desk.file.kept() == {"i-B": (ahead, reboot)}
+        assert await suspicions.probation_of("i-B", reboot.time) == "perhaps"
+
+    desk.run(story)
 
 
 def test_rays_head_is_left_alone(tmp_path: Path) -> None:

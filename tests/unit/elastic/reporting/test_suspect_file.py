@@ -40,6 +40,24 @@ def test_a_mark_from_the_future_fades_from_when_it_was_written(tmp_path: Path) -
     assert one.time <= time.time()
 
 
+def test_a_host_whose_clock_is_behind_leaves_the_marks_of_others_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For it they are ahead. It had them fade from its own time, for all."""
+    file, now = SuspectFile(tmp_path), time.time()
+    behind = now - 10 * 86_400.0
+    file.add("m", mark(now))
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time", lambda: behind)
+        for number in range(2):
+            file.add(f"n{number}", mark(behind))
+            os.utime(file.path, (behind, behind))
+        file.take_back("n0", lambda _: True)
+        assert file.clear("n1") == 1
+    file.add("o", mark(now))
+    assert file.read() == {"m": (mark(now),), "o": (mark(now),)}
+
+
 def test_no_run_loses_the_mark_of_another(tmp_path: Path) -> None:
     def add(run: int) -> None:
         for number in range(20):
