@@ -268,8 +268,9 @@ def last_step(
 
 def recent_steps(path: str | os.PathLike[str], before: int, count: int) -> list[StepRecord]:
     """The last `count` steps that count and lie before step `before`, in order; where one of them
-    is damaged, those after it. Reads no further back than that: from the end the last record of
-    each step comes first, and one of an earlier step shows that none comes any more."""
+    is damaged, those after it; where that is the first that was done again, its earlier record
+    stands in. Reads no further back than that: from the end the last record of each step comes
+    first, and one of an earlier step shows that none comes any more."""
     found: list[StepRecord] = []
     for line in lines_from_the_end(Path(path)):
         wanted = before - len(found) - 1
