@@ -1,8 +1,10 @@
 """Verdicts against machines as health events of NVIDIA's NVSentinel, for who runs the nodes. Pure.
 
 The shape is that of its `HealthEvents` message (version 1) as JSON; enumerations by name. One event
-for a fault of a machine, of the last time that it was found. What the run itself has judged counts:
-it knew what came again, and what has gone since. Source: NVSentinel, docs/DATA_FLOW.md.
+for a fault of a machine. What the run itself has judged last counts: it knew what came again, what
+was mended, and what has gone since. What its records show counts where it has judged nothing, or
+where they show a later loss, or sign, that calls for more: the run may have ended before it judged
+that. Source: NVSentinel, docs/DATA_FLOW.md.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ _ACTIONS: Mapping[Step, str] = {
 """What NVSentinel is to do. The other steps are the run's own business. Its `COMPONENT_RESET` needs
 the UUID of a GPU, which no verdict has: a reset is met by a reboot, as our providers do."""
 
+_FROM_LEAST = "NONE", "RESTART_VM", "REPLACE_VM"
+"""What it is to do, in order."""
+
 _COMPONENTS = {"gpu_error": "GPU", "gpu_memory": "GPU", "link": "NIC"}
 """Cause -> the part that it is of; the whole node where it is not here."""
 
@@ -47,16 +52,28 @@ def to_health_events(
     """
     names, found = _names(events), list(verdicts)
     links = {(one.verdict.fingerprint, one.verdict.nodes): one.verdict.links for one in found}
+    last = {(one.verdict.fingerprint, node): one for one in found for node in one.verdict.nodes}
     for event in events:
         if isinstance(event, VerdictReached):
-            known = links.get((event.fingerprint, tuple(event.nodes)), ())
-            found.append(_advice_of(event, known))
-    last = {
-        (advice.verdict.fingerprint, node): _health_event(advice, names.get(node, node), node, run)
-        for advice in found
-        for node in advice.verdict.nodes
+            own = _advice_of(event, links.get((event.fingerprint, tuple(event.nodes)), ()))
+            for node in event.nodes:
+                key = event.fingerprint, node
+                if key not in last or not _overrules(last[key], own):
+                    last[key] = own
+    return {
+        "version": 1,
+        "events": [
+            _health_event(advice, names.get(node, node), node, run)
+            for (_, node), advice in last.items()
+        ],
     }
-    return {"version": 1, "events": list(last.values())}
+
+
+def _overrules(found: Advice, own: Advice) -> bool:
+    """Whether what was found afterwards came later than the run's own verdict, and calls for
+    more."""
+    more = _FROM_LEAST.index(_action(found)) > _FROM_LEAST.index(_action(own))
+    return more and found.time > own.time
 
 
 def _advice_of(event: VerdictReached, links: tuple[str, ...]) -> Advice:
@@ -72,6 +89,10 @@ def _advice_of(event: VerdictReached, links: tuple[str, ...]) -> Advice:
     return Advice(time=event.time, step=event.committed, verdict=verdict, remedy=event.step)
 
 
+def _action(advice: Advice) -> str:
+    return "NONE" if advice.remedy is None else _ACTIONS.get(advice.remedy, "NONE")
+
+
 def _names(events: Sequence[Event]) -> dict[str, str]:
     """Ray's id of a node -> its machine: as its provider calls it, or else as it calls itself."""
     shown = {e.node: e.names[0] for e in events if isinstance(e, SignsChanged) and e.names}
@@ -81,7 +102,7 @@ def _names(events: Sequence[Event]) -> dict[str, str]:
 def _health_event(advice: Advice, machine: str, node: str, run: str) -> dict[str, Any]:
     verdict = advice.verdict
     when = datetime.fromtimestamp(advice.time, tz=timezone.utc)
-    action = "NONE" if advice.remedy is None else _ACTIONS.get(advice.remedy, "NONE")
+    action = _action(advice)
     return {
         "version": 1,
         "agent": _AGENT,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
+from elastic.protocol.causes import NODE
 from elastic.protocol.events import (
     Event,
     NodeReplacement,
     SignsChanged,
     VerdictReached,
     WorkerJoined,
+    WorkerLost,
 )
 from elastic.reporting.health_events import to_health_events
 from elastic.reporting.incidents import find_incidents
@@ -86,6 +89,34 @@ def test_so_it_does_where_the_machine_shows_nothing_any_more() -> None:
     (one,) = exported(*shown, judged(121.0, "reboot", "B"), REPLACED)
     assert (one["nodeName"], one["recommendedAction"]) == ("i-9", "RESTART_VM")
     assert exported(*shown, judged(121.0, "new_process")) == [], "against no machine"
+
+
+def test_a_later_loss_that_calls_for_more_counts_over_it() -> None:
+    """The run may have ended before it judged that. What calls for less it has met already."""
+    gone = WorkerLost(
+        time=200.0, worker="b", node="B", pid=1, slot=None, cause=NODE, detail="it is silent"
+    )
+    (alone,) = exported(gone)
+    assert (alone["checkName"], alone["recommendedAction"]) == ("node", "REPLACE_VM")
+    for judged_s, step, action, when in [
+        (190.0, "other_seat", "REPLACE_VM", "03:20"),
+        (190.0, "reboot", "REPLACE_VM", "03:20"),
+        (190.0, "replace_node", "REPLACE_VM", "03:10"),
+        (220.0, "other_seat", "NONE", "03:40"),
+    ]:
+        own = replace(
+            judged(judged_s, cast(Step, step), "B"), cause="node", fingerprint="node:node"
+        )
+        (one,) = exported(gone, own)
+        assert one["recommendedAction"] == action
+        assert one["generatedTimestamp"] == f"1970-01-01T00:{when}.000Z"
+
+
+def test_a_sign_that_machines_tell_of_again_takes_nothing_from_it() -> None:
+    """Alone it is weak."""
+    own = judged(125.0, "replace_node", "B")
+    (one,) = exported(shows(100.0, SWITCH), own, shows(130.0, SWITCH))
+    assert one["recommendedAction"] == "REPLACE_VM"
 
 
 @pytest.mark.parametrize(
