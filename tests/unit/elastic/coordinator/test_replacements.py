@@ -904,7 +904,7 @@ def test_a_record_that_cannot_be_read_does_not_stop_a_verdict(tmp_path: Path) ->
 
 
 def test_a_record_that_cannot_be_written_does_not_clear_what_is_held_back(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, per_hour=1, begun=(time.time() - 3599.5,))
+    desk = Desk(tmp_path, per_hour=1, begun=(time.time() - 3598.0,))
     (tmp_path / ".suspect-nodes.json.lock").mkdir()  # as where the file system has no locks
 
     async def story() -> None:
