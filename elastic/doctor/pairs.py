@@ -147,10 +147,10 @@ def _of_wrong(
     machine: str, falsified: Sequence[Measured], rounds: int, measured: Sequence[Measured]
 ) -> Finding:
     """Of a machine that had wrong sums in one round or more: no other round takes that back. In two
-    they are its own, unless all its partners in them had more: then it has met those at fault."""
+    they are its own, unless its partners in them all had as many: then it may have met the bad."""
     met = [m for one in falsified for m in one.pair if m != machine]
     times = Counter(m for one in measured if one.wrong for m in one.pair)
-    again = len(falsified) > 1 and any(times[m] <= len(falsified) for m in met)
+    again = len(falsified) > 1 and any(times[m] < len(falsified) for m in met)
     wrong, partners = sum(one.wrong for one in falsified), ", ".join(met)
     return Finding(
         check=CHECK,

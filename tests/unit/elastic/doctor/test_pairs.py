@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import example, given
@@ -140,6 +141,18 @@ def test_who_has_met_two_that_get_sums_wrong_is_not_isolated_for_them() -> None:
     assert {m for m in times if times[m] == 2} - {*bad}, "one has met both"
     found = ills(measured)
     assert {m for m in found if found[m] == "ISOLATE"} == {*bad}
+
+
+@pytest.mark.parametrize("count", range(4, 10))
+def test_no_healthy_machine_is_isolated_for_the_wrong_sums_of_others(count: int) -> None:
+    """Whichever are bad, half of them at most: every pair with one of them has wrong sums."""
+    machines, well = cluster(count), speeds({}, random.Random(0))
+    most = min(3, count // 2)
+    for bad in (bad for some in range(most) for bad in combinations(machines, some + 1)):
+        measured = run(machines, lambda p: replace(well(p), wrong=len({*p} & {*bad})))  # noqa: B023
+        isolated = {m for m, severity in ills(measured).items() if severity == "ISOLATE"}
+        assert isolated <= {*bad}, bad
+        assert isolated or len(bad) > 1
 
 
 def test_wrong_sums_of_two_machines() -> None:
