@@ -4,6 +4,7 @@ A machine that is slow makes its partner look slow. So everybody is tried with s
 slow ones with the fast ones, and its best round counts: whoever is slow with everybody is slow
 itself. About log2 N rounds do, for the partners of a bad machine are cleared by others. All pairs
 of a round run at once. Sums that are wrong are not slowness: no better round makes up for them.
+They are explained by partners that are isolated.
 
 Source: DLRover's check of nodes in two rounds; here the rounds grow with the cluster, so that
 several bad machines are told apart.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,7 +84,15 @@ def judge_pairs(measured: Sequence[Measured]) -> list[Finding]:
     best, met = _best(measured), _partners(measured)
     bad = {m for m in met if not best[m] and any(best[partner] for partner in met[m])}
     usual = statistics.median([speed for speed in best.values() if speed] or [0.0])
-    found = [_of_machine(m, best[m], usual, measured, m in bad) for m in met]
+    falsified = _partners([one for one in measured if one.wrong])
+    own = _find_own(falsified)
+    unexplained = {m for m in falsified.keys() - bad if not bad | own >= {*falsified[m]}}
+    found = [
+        _of_wrong(m, m in own, measured)
+        if m in own | unexplained
+        else _of_machine(m, best[m], usual, measured, m in bad)
+        for m in met
+    ]
     return [*found, *_of_ways(measured, bad, best, usual)]
 
 
@@ -104,13 +113,24 @@ def _partners(measured: Sequence[Measured]) -> Mapping[str, list[str]]:
     return partners
 
 
+def _find_own(falsified: Mapping[str, Sequence[str]]) -> set[str]:
+    """Machines whose wrong sums are their own: those that had them in two rounds or more, unless
+    their partners in these all had as many. Then they may have met those at fault.
+
+    Args:
+        falsified: machine -> its partners in the rounds with wrong sums.
+    """
+    return {
+        machine
+        for machine, partners in falsified.items()
+        if any(len(falsified[partner]) < len(partners) for partner in partners)
+    }
+
+
 def _of_machine(
     machine: str, best: float, usual: float, measured: Sequence[Measured], bad: bool
 ) -> Finding:
     rounds = [one for one in measured if machine in one.pair]
-    falsified = [one for one in rounds if one.wrong]
-    if len(falsified) > 1 or (falsified and not bad):
-        return _of_wrong(machine, falsified, len(rounds), measured)
     result = f"bus {best / 1e9:.3g} GB/s, the best of {len(rounds)} rounds"
     if bad:
         return Finding(
@@ -143,24 +163,21 @@ def _of_machine(
     return Finding(check=CHECK, node=machine, result=result)
 
 
-def _of_wrong(
-    machine: str, falsified: Sequence[Measured], rounds: int, measured: Sequence[Measured]
-) -> Finding:
-    """Of a machine that had wrong sums in one round or more: no other round takes that back. In two
-    they are its own, unless its partners in them all had as many: then it may have met the bad."""
-    met = [m for one in falsified for m in one.pair if m != machine]
-    times = Counter(m for one in measured if one.wrong for m in one.pair)
-    again = len(falsified) > 1 and any(times[m] < len(falsified) for m in met)
-    wrong, partners = sum(one.wrong for one in falsified), ", ".join(met)
+def _of_wrong(machine: str, own: bool, measured: Sequence[Measured]) -> Finding:
+    """Of a machine that had wrong sums, which no other round takes back; are they its own?"""
+    rounds = [one for one in measured if machine in one.pair]
+    falsified = [one for one in rounds if one.wrong]
+    wrong = sum(one.wrong for one in falsified)
+    partners = ", ".join(m for one in falsified for m in one.pair if m != machine)
     return Finding(
         check=CHECK,
         node=machine,
-        result=f"{wrong} wrong sums, in {len(falsified)} of {rounds} rounds, with {partners}",
-        severity="ISOLATE" if again else "RESET",
+        result=f"{wrong} wrong sums, in {len(falsified)} of {len(rounds)} rounds, with {partners}",
+        severity="ISOLATE" if own else "RESET",
         meaning="what goes between the machines arrives as something else"
-        + ("" if again else "; it, its partner, or the way between them"),
+        + ("" if own else "; it, its partner, or the way between them"),
         fix="Replace the machine"
-        if again
+        if own
         else "Replace its partner where that one is to be isolated; else `elastic doctor --full` "
         "on both, and try with more machines to learn which it is",
     )
