@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from health.reading import Reading
+from health.reading import UNREACHED, Reading
 
 _LINK_ERRORS = (
     "NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",
@@ -132,7 +132,7 @@ class Gpus:
         for index in list(self._unreached):
             self._open(index)
         unreached = [
-            Reading(kind="gpu", of=f"index {index}", at_s=at_s, values=values)
+            Reading(kind="gpu", of=f"{UNREACHED}{index}", at_s=at_s, values=values)
             for index, values in self._unreached.items()
         ]
         return unreached + [self._read(*gpu, at_s) for gpu in self._handles.items()]

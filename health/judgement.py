@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
-from health.reading import Kind, Reading
+from health.reading import UNREACHED, Kind, Reading
 from health.verdict import Role, Sign, Step, Subject
 from health.xids import known_xids, recovery_of
 
@@ -312,10 +312,12 @@ def _judge_gpu(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
         return
     silent = [reading.values.get("unanswered") for reading in series[-_UNANSWERED_READINGS:]]
     if len(silent) == _UNANSWERED_READINGS and all(silent):
+        # One that was never reached may be so for hours, and explains no loss of now.
+        never = series[-1].of.startswith(UNREACHED)
         yield say(
             "unanswered",
             "NVML gives nothing but errors of it",
-            role="root",
+            role="confirmation" if never else "root",
             cause="gpu_error",
             subject="gpu",
             remedy="reboot",

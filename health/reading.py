@@ -14,6 +14,9 @@ from typing import Literal
 Kind = Literal["gpu", "xid", "efa", "nic", "mount", "storage", "memory", "worker"]
 """What was read."""
 
+UNREACHED = "index "
+"""Before NVML's number of a GPU, what one is called that NVML has given no hold of so far."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
@@ -22,8 +25,8 @@ class Reading:
     kind: Kind
     """What it is."""
     of: str
-    """Which one: a GPU's bus address, a device with its port, an interface, a mount point, the
-    file of a count, a worker's name."""
+    """Which one: a GPU's bus address (`UNREACHED` with its number where that is not known), a
+    device with its port, an interface, a mount point, the file of a count, a worker's name."""
     at_s: float
     """When, on the monotonic clock."""
     values: Mapping[str, float]

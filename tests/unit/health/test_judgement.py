@@ -207,6 +207,12 @@ def test_a_gpu(then: list[dict[str, float]], expected: set[tuple[Any, ...]]) -> 
     assert {(s.of, s.node) for s in signs} <= {("0000:05:00", "n1")}
 
 
+def test_a_gpu_that_was_never_reached_explains_no_loss() -> None:
+    """It may be so for as long as the agent is there."""
+    (sign,) = judged(readings("gpu", "index 3", *[SILENT] * 3))
+    assert (sign.name, sign.role) == ("unanswered", "confirmation")
+
+
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
