@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from health.reading import UNREACHED
 from health.verdict import STEPS, Confidence, Sign, Step, Verdict
 
 _MACHINE_CAUSES = frozenset({"gpu_error", "node"})
@@ -303,9 +304,11 @@ def _corroborates(sign: Sign, root: Sign) -> bool:
 
 
 def _may_be_of(sign: Sign, root: Sign) -> bool:
-    """Whether a sign may come from what `root` shows. One of another GPU does not; a switch shows
-    in any, and of storage and networks each source has names of its own."""
-    return root.subject != "gpu" or not (root.of and sign.of) or sign.of == root.of
+    """Whether a sign may come from what `root` shows. One of another GPU does not, where the kernel
+    and NVML call both by their addresses; a switch shows in any, and of storage and networks each
+    source has names of its own."""
+    known = all(one.of and not one.of.startswith(UNREACHED) for one in (sign, root))
+    return root.subject != "gpu" or not known or sign.of == root.of
 
 
 # -- machines that others name ---------------------------------------------------------------------

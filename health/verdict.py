@@ -45,7 +45,8 @@ class Sign:
     detail: str
     """The evidence: the line, or the numbers."""
     of: str = ""
-    """Which one of these: a GPU's bus address, a device; "" where there is but one."""
+    """Which one of these: a GPU's bus address (`reading.UNREACHED` with its number where that
+    is not known), a device; "" where there is but one."""
     worker: str | None = None
     """The worker that it blames, where it is about one."""
     node: str | None = None

@@ -24,5 +24,5 @@ class GpuGauges:
             if reading.kind != "gpu":
                 continue
             for name, value in reading.values.items():
-                what = f"What NVML tells of a GPU, by its PCI address: {name}."
+                what = f"What NVML tells of a GPU, by its PCI address or index: {name}."
                 self._gauges.set(f"elastic_gpu_{name}", value, {"gpu": reading.of}, what)

@@ -275,7 +275,8 @@ def test_one_sign_is_weak_two_sources_are_not_and_lines_are_one_source() -> None
 
 
 @pytest.mark.parametrize(
-    ("of", "confidence"), [("0000:05:00", "likely"), ("", "likely"), ("0000:9b:00", "weak")]
+    ("of", "confidence"),
+    [("0000:05:00", "likely"), ("", "likely"), ("index 3", "likely"), ("0000:9b:00", "weak")],
 )
 def test_what_another_gpu_shows_is_no_second_source_for_a_gpu(of: str, confidence: str) -> None:
     line = sign("xid_48", "n1", remedy="reset_gpu", of="0000:05:00")
