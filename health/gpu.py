@@ -7,6 +7,7 @@ thread that nobody waits for.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from types import ModuleType
@@ -49,10 +50,20 @@ def try_nvml() -> tuple[ModuleType | None, str]:
         return None, ""
     try:
         pynvml.nvmlInit()
-        pynvml.nvmlDeviceGetCount()
     except pynvml.NVMLError as error:
         return None, str(error)
+    try:
+        pynvml.nvmlDeviceGetCount()
+    except pynvml.NVMLError as error:
+        close_nvml(pynvml)
+        return None, str(error)
     return pynvml, ""
+
+
+def close_nvml(nvml: ModuleType) -> None:
+    """Takes back one start of NVML, which counts them: what it holds, it holds until the last."""
+    with contextlib.suppress(nvml.NVMLError):
+        nvml.nvmlShutdown()
 
 
 def bus_address(bus_id: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from elastic.doctor.finding import Finding, Severity, worst_severity
 from elastic.doctor.machine import Machine
-from health.gpu import Gpus, try_nvml
+from health.gpu import Gpus, close_nvml, try_nvml
 from health.reading import Reading
 from health.verdict import Step
 from health.xids import recovery_of
@@ -49,7 +49,7 @@ def count_gpus(root: Path) -> int:
     try:
         return int(nvml.nvmlDeviceGetCount())
     finally:
-        nvml.nvmlShutdown()
+        close_nvml(nvml)
 
 
 _MINOR = re.compile(r"^Device Minor:\s*(\d+)", re.MULTILINE)
@@ -70,7 +70,10 @@ def check_gpu_health(machine: Machine) -> Finding:
     given = len(given_gpus(machine.root))
     if nvml is None:
         return judge_no_nvml(trouble, given)
-    return judge_gpu_health(Gpus(nvml).read(at_s=0.0), given)
+    try:
+        return judge_gpu_health(Gpus(nvml).read(at_s=0.0), given)
+    finally:
+        close_nvml(nvml)
 
 
 def judge_no_nvml(trouble: str, given: int) -> Finding:

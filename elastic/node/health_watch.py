@@ -22,7 +22,7 @@ from pathlib import Path
 
 from elastic.protocol.causes import OUT_OF_MEMORY, USER_ERROR
 from health.efa import read_efa
-from health.gpu import Gpus, keep_our_pids, open_nvml
+from health.gpu import Gpus, close_nvml, keep_our_pids, open_nvml
 from health.judgement import WINDOW_S, judge
 from health.kernel_log import has_our_pids, open_kernel_log
 from health.log_tail import LogTail
@@ -162,10 +162,15 @@ class HealthWatch:
     def _open_nvml(self) -> None:
         """At the first look at which it starts: a driver may come, or recover, after the agent."""
         nvml = None if self._has_nvml else open_nvml()
-        if nvml is not None:
+        if nvml is None:
+            return
+        try:
             gpus = Gpus(nvml)
             self._instruments += [gpus.read, XidEvents(nvml, gpus.handles).read]
-            self._has_nvml = True
+        except Exception:
+            close_nvml(nvml)
+            raise
+        self._has_nvml = True
 
     def _read_mounts(self, now_s: float) -> list[Reading]:
         """Of what is written to for sure: where Ray keeps the workers' output, and where all have

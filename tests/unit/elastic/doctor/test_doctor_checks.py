@@ -34,6 +34,7 @@ from elastic.doctor.system_checks import (
 )
 from health.reading import Reading
 from tests.support.aws_machine import PLUGIN_FOLDER, make_machine, write
+from tests.support.stand_ins.nvml import Nvml
 from trainer.backend.efa_facts import read_efa
 
 GIB = 2**30
@@ -522,7 +523,9 @@ def test_gpus_of_which_nvml_does_not_start_ask_for_a_reboot(
     def refuse() -> None:
         raise nvml.NVMLError("Driver/library version mismatch")
 
-    nvml.nvmlInit = lambda: None  # type: ignore[attr-defined]
+    starts: list[int] = []
+    nvml.nvmlInit = lambda: starts.append(1)  # type: ignore[attr-defined]
+    nvml.nvmlShutdown = starts.pop  # type: ignore[attr-defined]
     setattr(nvml, refused, refuse)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -533,6 +536,21 @@ def test_gpus_of_which_nvml_does_not_start_ask_for_a_reboot(
     assert finding.severity == "REBOOT"
     assert finding.result == "8 GPUs, and NVML does not start: Driver/library version mismatch"
     assert load_checks.devices_of(machine) == [f"cuda:{number}" for number in range(8)]
+    assert not starts
+
+
+@pytest.mark.parametrize("check", [gpu_checks.check_gpus, gpu_checks.check_gpu_health])
+def test_nvml_is_given_back(
+    check: Callable[[Machine], Finding], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts its starts, and an agent that looks at its machine lives on."""
+    starts: list[int] = []
+    nvml = Nvml(
+        nvmlInit=lambda: starts.append(1), nvmlShutdown=starts.pop, nvmlDeviceGetCount=lambda: 0
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    check(replace(look_at(root), root=Path("/")))
+    assert not starts
 
 
 def test_without_a_gpu_nvml_need_not_start() -> None:

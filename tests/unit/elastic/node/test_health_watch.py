@@ -311,6 +311,8 @@ def test_the_node_is_looked_at_without_nvml_until_it_starts(
         raise NotSupportedError if broken.startswith("nvmlDevice") else RuntimeError
 
     setattr(nvml, broken, fail)
+    starts: list[int] = []
+    nvml.nvmlInit, nvml.nvmlShutdown = lambda: starts.append(1), starts.pop
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     shown: list[Reading] = []
     told: list[list[Sign]] = []
@@ -318,6 +320,7 @@ def test_the_node_is_looked_at_without_nvml_until_it_starts(
     for look in range(7):
         watch.look(1000 + look * SAMPLE_S, 0.0)
     assert about(told, "w1")[-1] == {"idle"} and not any(r.kind == "gpu" for r in shown)
+    assert not starts, "NVML counts them"
     setattr(nvml, broken, sound)
     for at_s in (1040.0, 1045.0):
         watch.look(at_s, 0.0)
