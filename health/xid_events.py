@@ -21,22 +21,31 @@ _MOST_EVENTS = 100
 
 
 class XidEvents:
-    """The Xid errors of GPUs from its construction on.
+    """The Xid errors of GPUs from its construction on, or from when they could be reached.
 
     A set of events for each GPU: which one an event is of is then known without a question to a
     driver that may have lost it.
 
     Args:
         nvml: the module, from `open_nvml`.
-        gpus: address -> handle.
+        gpus: address -> handle, of those that could be reached so far: more may come.
     """
 
     def __init__(self, nvml: ModuleType, gpus: Mapping[str, Any]) -> None:
-        self._nvml = nvml
-        opened = {address: self._open(handle) for address, handle in gpus.items()}
-        self._sets = {address: events for address, events in opened.items() if events is not None}
+        self._nvml, self._gpus = nvml, gpus
+        self._opened: set[str] = set()
+        """GPUs that were asked for their events, once each: some have none."""
+        self._sets: dict[str, Any] = {}
         self._failed: set[str] = set()
         """GPUs of which an error was told: once each."""
+        self._open_new()
+
+    def _open_new(self) -> None:
+        for address in [one for one in self._gpus if one not in self._opened]:
+            events = self._open(self._gpus[address])
+            self._opened.add(address)
+            if events is not None:
+                self._sets[address] = events
 
     def _open(self, handle: Any) -> Any:
         """The events of a GPU; None where this GPU, driver or package of NVML has none."""
@@ -55,6 +64,7 @@ class XidEvents:
         Args:
             at_s: now, on the monotonic clock.
         """
+        self._open_new()
         found = {address: Counter(self._take(address)) for address in self._sets}
         return [
             Reading(kind="xid", of=address, at_s=at_s, values={str(x): float(n[x]) for x in n})

@@ -505,6 +505,29 @@ def test_the_xids_of_each_gpu_are_read_once() -> None:
     assert events.read(10.0) == []
 
 
+def test_the_xids_of_a_gpu_that_is_reached_later_are_read_from_then_on() -> None:
+    asked: list[str] = []
+    gpus = {"0000:9b:00": "gpu 1"}
+
+    def register(handle: str, *_: Any) -> None:
+        asked.append(handle)
+        if handle == "gpu 1":
+            refuse()
+
+    waiting = [event(79)]
+    nvml = Events(
+        nvmlEventSetCreate=lambda: "set",
+        nvmlDeviceRegisterEvents=register,
+        nvmlEventSetWait_v2=lambda *_: waiting.pop() if waiting else none_left(),
+    )
+    events = XidEvents(nvml, gpus)  # type: ignore[arg-type]
+    assert events.read(5.0) == []
+    gpus["0000:9c:00"] = "gpu 2"
+    assert [(one.of, one.values) for one in events.read(10.0)] == [("0000:9c:00", {"79": 1.0})]
+    assert events.read(15.0) == []
+    assert asked == ["gpu 1", "gpu 2"], "each once: the first has no events"
+
+
 def test_an_error_of_one_gpu_is_told_once_and_hides_no_xid(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
