@@ -45,11 +45,16 @@ def ask(mount: str) -> bool:
     Returns whether that was without an error.
 
     Not by Python: where the interpreter lies on a mount that hangs, to start it hangs as well.
+
+    Raises:
+        OSError: it could not be asked, or the process was killed: that is no answer of the mount's.
     """
     command = ["stat", "--file-system", "--format=", "--", mount]
     silent = subprocess.DEVNULL
     status = subprocess.run(command, stdout=silent, stderr=silent, check=False).returncode
-    return status <= 0  # below: the process was killed, which is no answer of the mount's
+    if status < 0:
+        raise OSError(f"stat was killed by signal {-status}")
+    return status == 0
 
 
 @dataclass(kw_only=True)
@@ -59,7 +64,7 @@ class _Question:
     failed: bool = False
     """The answer is an error."""
     not_put: OSError | None = None
-    """Why no process could be started to ask, which says nothing of the mount."""
+    """Why it has no answer, which says nothing of the mount."""
 
 
 class StorageWatch:

@@ -170,3 +170,17 @@ def test_where_there_is_no_stat_nothing_is_said_of_mounts(
     assert told == (
         "/data is not asked whether it answers: [Errno 2] No such file or directory: 'stat'"
     )
+
+
+def test_a_process_that_was_killed_brings_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("#!/bin/sh\nkill -9 $$\n")
+    stat.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    watch = StorageWatch(lambda: ["/data"])
+    watch.look(0.0)
+    wait_until(lambda: watch.look(1.0) == [], DEADLINE_S)
+    (told,) = caplog.messages
+    assert told == "/data is not asked whether it answers: stat was killed by signal 9"
