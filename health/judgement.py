@@ -254,10 +254,8 @@ def _judge_storage(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
             cause="hang",
             subject="storage",
         )
-    well = [r for r in series if r.values["answered"] and not r.values["failed"]]
-    if (
-        latest["failed"] and well
-    ):  # one that we may not ask, or that lies under another, always does
+    # One that we may not ask, or that lies under another, has always failed.
+    if latest["failed"] and latest["worked"]:
         yield say(
             "storage_failed",
             "it answers with an error (`stat -f` says which), and did not before",
@@ -265,7 +263,11 @@ def _judge_storage(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
             cause="storage",
             subject="storage",
         )
-    took = [reading.values["answer_s"] for reading in well]
+    took = [
+        reading.values["answer_s"]
+        for reading in series
+        if reading.values["answered"] and not reading.values["failed"]
+    ]
     if len(took) >= _STORAGE_READINGS and median(took) >= _STORAGE_SLOW_S:
         yield say(
             "storage_slow",

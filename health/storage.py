@@ -63,6 +63,8 @@ class _Question:
     answered_s: float | None = None
     failed: bool = False
     """The answer is an error."""
+    worked: bool = False
+    """It, or one to this mount before it, was answered without an error."""
     not_put: OSError | None = None
     """Why it has no answer, which says nothing of the mount."""
 
@@ -88,8 +90,9 @@ class StorageWatch:
 
     def look(self, now_s: float) -> list[Reading]:
         """A reading of each mount, with `answer_s`, how long its latest answer took or has been
-        waited for, `answered` 0 or 1, and `failed` 1 where the answer is an error. None of one that
-        could not be asked. Asks those whose turn it is.
+        waited for, `answered` 0 or 1, `failed` 1 where the answer is an error, and `worked` 1 where
+        it, or one before it, was none. None of one that could not be asked. Asks those whose turn
+        it is.
 
         Args:
             now_s: now, on the monotonic clock.
@@ -107,7 +110,7 @@ class StorageWatch:
             latest = self._latest.get(mount)
             answered = latest is None or latest.answered_s is not None
             if answered and (latest is None or now_s - latest.asked_s >= EVERY_S):
-                question = _Question(asked_s=now_s)
+                question = _Question(asked_s=now_s, worked=latest is not None and latest.worked)
                 work = threading.Thread(target=self._wait, args=(mount, question), daemon=True)
                 work.start()
                 self._latest[mount] = question  # not before somebody waits for the answer
@@ -117,6 +120,7 @@ class StorageWatch:
         began_s = time.monotonic()
         try:
             question.failed = not self._ask(mount)
+            question.worked |= not question.failed
         except OSError as error:
             question.not_put = error
         finally:
@@ -128,5 +132,6 @@ class StorageWatch:
             "answer_s": now_s - question.asked_s if answered_s is None else answered_s,
             "answered": float(answered_s is not None),
             "failed": float(question.failed),
+            "worked": float(question.worked),
         }
         return Reading(kind="storage", of=mount, at_s=now_s, values=values)

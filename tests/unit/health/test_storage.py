@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from health.judgement import judge
+from health.judgement import WINDOW_S, judge
 from health.reading import Reading
 from health.storage import EVERY_S, StorageWatch, network_mounts
 from health.verdict import Sign
@@ -109,11 +109,24 @@ def test_an_answer_that_is_an_error_is_neither_quick_nor_slow() -> None:
     wait_until(lambda: all(r.values["answered"] for r in watch.look(1.0)), DEADLINE_S)
     well, failed = watch.look(1.0)
     assert (well.values["failed"], failed.values["failed"]) == (0.0, 1.0)
-    slow = replace(failed, values={**failed.values, "answer_s": 2.0})
+    slow = replace(failed, values={**failed.values, "answer_s": 2.0, "worked": 1.0})
     assert {sign.name for sign in _judged([failed] * 20)} == set(), "it did from the start on"
     assert {sign.name for sign in _judged([well, *[slow] * 20, well])} == set()
     (sign,) = _judged([well, *[slow] * 20])
     assert (sign.name, sign.role, sign.cause) == ("storage_failed", "confirmation", "storage")
+
+
+def test_a_mount_that_has_answered_well_once_fails_for_as_long_as_it_does() -> None:
+    """Also when that has left the window."""
+    answers = [True, False, False]
+    watch = StorageWatch(lambda: ["/data"], lambda mount: answers.pop(0))
+    for now_s in (0.0, WINDOW_S, 2 * WINDOW_S):
+        watch.look(now_s)
+        wait_until(lambda: bool(watch.look(now_s)[0].values["answered"]), DEADLINE_S)  # noqa: B023
+        (reading,) = watch.look(now_s)
+        assert reading.values["worked"] == 1.0
+    (sign,) = _judged([reading] * 20)
+    assert sign.name == "storage_failed"
 
 
 def test_each_mount_is_asked_now_and_then() -> None:
