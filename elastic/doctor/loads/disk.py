@@ -22,11 +22,13 @@ def nearest_there(folder: Path) -> Path:
     """A folder, or the nearest above it that is there: a run makes the rest.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: it cannot be reached, or a link on the way leads nowhere: no run makes its target.
     """
     try:
         folder.stat()
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if folder.is_symlink():
+            raise FileNotFoundError(error.errno, f"{folder} is a link to nowhere") from None
         return nearest_there(folder.absolute().parent)
     return folder
 

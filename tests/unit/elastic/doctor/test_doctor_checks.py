@@ -338,6 +338,15 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_the_one_above(root: Path) -
     assert found.result.startswith(f"free: {missing} (not there yet, in {root}) ")
 
 
+def test_a_folder_below_a_link_to_nowhere_is_not_judged_by_the_one_above(root: Path) -> None:
+    link = root / "scratch"
+    link.symlink_to(root / "gone")
+    machine = replace(look_at(root), folders=(link / "runs",))
+    (found,) = run_checks(machine, {"disks": CHECKS["disks"]})
+    assert found.severity == "MONITOR"
+    assert found.result == f"{link}/runs: FileNotFoundError: {link} is a link to nowhere"
+
+
 def test_a_folder_that_is_out_of_reach_hides_no_other(root: Path) -> None:
     file = write(root / "file", "")
     machine = replace(look_at(root), folders=(file / "runs", Path("/dev/shm")))

@@ -110,6 +110,9 @@ def test_folders(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     finding = check_folders(this_machine({}, (tmp_path / "file",)))
     assert finding.severity == "RESET" and "Not a directory" in finding.result
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    finding = check_folders(this_machine({}, (tmp_path / "link",)))
+    assert finding.severity == "RESET" and "link is a link to nowhere" in finding.result
 
 
 def test_a_disk_that_brings_back_something_else(tmp_path: Path) -> None:
