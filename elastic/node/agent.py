@@ -242,9 +242,13 @@ class NodeAgent:
         written: Future[dict[str, str]] = Future()
 
         def read() -> None:
-            with self._reading(_EVIDENCE_READ_S) as may:
-                found = {w: last_words(files) for w, files in logs.items()} if may else {}
-            written.set_result(found)
+            found: dict[str, str] = {}
+            try:
+                with self._reading(_EVIDENCE_READ_S) as may:
+                    if may:
+                        found = {w: last_words(files) for w, files in logs.items()}
+            finally:  # whoever waits for it need not wait on
+                written.set_result(found)
 
         threading.Thread(target=read, name="read", daemon=True).start()
         return written

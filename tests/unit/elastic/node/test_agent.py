@@ -57,6 +57,20 @@ worker.kill()
 os._exit(0)
 """
 
+ASKED_OF_A_DISK_THAT_FAILS = """
+import time
+from elastic.node import agent as of_agent
+def last_words(logs):
+    raise MemoryError
+of_agent.last_words = last_words
+agent._processes.watch("w0", worker.pid, NO_BEATS, logs=(sys.argv[2],))
+began_s = time.monotonic()
+found = agent.evidence(["w0"])["w0"]
+print(repr(found.log), time.monotonic() - began_s, flush=True)
+worker.kill()
+os._exit(0)
+"""
+
 ASKED_BESIDE = """
 from elastic.node import process_watch
 asked, answers = threading.Event(), threading.Event()
@@ -109,6 +123,11 @@ def test_a_disk_that_hangs_costs_evidence_the_output_alone_and_its_time_once(
     assert first[0] == second[0] == "its stacks ''"
     assert float(first[1]) < 2.0
     assert float(second[1]) < 0.9, "nobody waits again for what hangs"
+
+
+def test_output_that_cannot_be_read_costs_evidence_no_time(tmp_path: Path) -> None:
+    log, took_s = told_by(ASKED_OF_A_DISK_THAT_FAILS, tmp_path / "its.err")[-1].rsplit(" ", 1)
+    assert log == "''" and float(took_s) < 0.9
 
 
 def test_workers_that_take_their_time_to_answer_keep_nobody_from_the_disk(tmp_path: Path) -> None:
