@@ -79,6 +79,8 @@ _READ_S = 2.0
 Both together are shorter than the coordinator waits (`agents.ANSWER_S`)."""
 _EVIDENCE_READ_S = 1.0
 """The same for evidence, which waits no longer for its own reading either: a verdict waits."""
+_LEAST_READ_S = 0.5
+"""How long all of them wait though another one has taken longer: it may be about to end."""
 _MOST_UNANSWERED = 2
 """Beats without an answer, before the coordinator is called instead."""
 
@@ -255,15 +257,17 @@ class NodeAgent:
 
     def last_words(self, ended: Sequence[WorkerJoined]) -> dict[str, Evidence]:
         """What is left of workers of this node that have ended, or will: the end of their output,
-        and what the instruments showed last. Nothing of those who wrote nothing. It waits a little
-        for their end: who leaves for an exception tells of it first, and writes it then."""
+        and what the instruments showed last; the latter alone where the disk hangs. Nothing of
+        those who wrote nothing. It waits a little for their end: who leaves for an exception tells
+        of it first, and writes it then."""
         self._processes.wait_ended([one.worker for one in ended], _LAST_S)
         with self._reading(_READ_S) as may:
-            return {
-                one.worker: Evidence(log=written, readings=self._readings_of(one.pid))
-                for one in (ended if may else ())
-                if (written := last_words(one.logs))
-            }
+            written = {one.worker: last_words(one.logs) if may else "" for one in ended}
+        return {
+            one.worker: Evidence(log=written[one.worker], readings=readings)
+            for one, readings in ((one, self._readings_of(one.pid)) for one in ended)
+            if written[one.worker] or (readings and not may)
+        }
 
     def output(self, files: Sequence[str], most_bytes: int) -> dict[str, str]:
         """The end of each file that Ray has of workers of this node (`outputs.py`); nothing where
@@ -274,9 +278,9 @@ class NodeAgent:
     @contextlib.contextmanager
     def _reading(self, bound_s: float) -> Iterator[bool]:
         """Whether one may read what workers wrote, from now on. Another one is waited for until it
-        has taken `bound_s`: one that hangs costs nobody that again."""
+        has taken `bound_s`, and for `_LEAST_READ_S`: one that hangs costs nobody more."""
         left_s = self._read_s + bound_s - time.monotonic()
-        may = self._reads.acquire(timeout=min(bound_s, max(0.0, left_s)))
+        may = self._reads.acquire(timeout=min(bound_s, max(_LEAST_READ_S, left_s)))
         try:
             if may:
                 self._read_s = time.monotonic()

@@ -92,6 +92,29 @@ worker.kill()
 os._exit(0)
 """
 
+ASKED_BEHIND_A_SLOW_READ = """
+import time
+from elastic.protocol.events import WorkerJoined
+def begin_slow_read(rest_s):
+    agent._reads.acquire()
+    agent._read_s = time.monotonic() - 60
+    threading.Timer(rest_s, agent._reads.release).start()
+its = dict(node="n1", pid=worker.pid, born_ticks=None, logs=[sys.argv[2]])
+ended = WorkerJoined(time=0.0, worker="w0", **its)
+while not agent._readings:
+    time.sleep(0.01)
+begin_slow_read(1.5)
+found = agent.last_words([ended])["w0"]
+print(repr(found.log), bool(found.readings), flush=True)
+agent._reads.acquire()
+agent._reads.release()
+for ask in (lambda: agent.last_words([ended])["w0"].log, lambda: agent.output([sys.argv[2]], 99)):
+    begin_slow_read(0.1)
+    print("its words" in str(ask()), flush=True)
+worker.kill()
+os._exit(0)
+"""
+
 
 def test_an_agent_beats_though_dns_does_not_answer() -> None:
     with socket.socket(type=socket.SOCK_DGRAM) as beats:
@@ -128,6 +151,15 @@ def test_a_disk_that_hangs_costs_evidence_the_output_alone_and_its_time_once(
 def test_output_that_cannot_be_read_costs_evidence_no_time(tmp_path: Path) -> None:
     log, took_s = told_by(ASKED_OF_A_DISK_THAT_FAILS, tmp_path / "its.err")[-1].rsplit(" ", 1)
     assert log == "''" and float(took_s) < 0.9
+
+
+def test_behind_a_slow_read_the_words_are_waited_for_a_moment_and_the_readings_told(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "logs" / "worker-a-b-1.err"
+    log.parent.mkdir()
+    log.write_text("its words\n")
+    assert told_by(ASKED_BEHIND_A_SLOW_READ, log)[-3:] == ["'' True", "True", "True"]
 
 
 def test_workers_that_take_their_time_to_answer_keep_nobody_from_the_disk(tmp_path: Path) -> None:
