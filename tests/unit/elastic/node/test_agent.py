@@ -21,7 +21,7 @@ class Coordinator:
     def call(self, *call): pass
 
 def no_answer(host):
-    print("asked", flush=True)
+    os.write(1, b"asked\\n")  # a whole line, beside what the other thread prints
     threading.Event().wait()
 
 socket.gethostbyname = no_answer
