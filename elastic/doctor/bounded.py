@@ -39,9 +39,9 @@ class Outcome:
     """What became of a program."""
 
     found: Mapping[str, Any]
-    """The last object that it printed, also where it failed after that; empty where none came."""
+    """The last result that it printed, also where it failed after that; empty where none came."""
     trouble: str = ""
-    """Why it did not end well with an object; empty where it did."""
+    """Why it did not end well with a result; empty where it did."""
     late: bool = False
     """It was not done in time."""
 
@@ -89,7 +89,7 @@ def _errors_of(file: Path) -> Path:
 
 def _outcome(program: Program, file: Path, code: int | None, bound_s: float) -> Outcome:
     lines, errors = _lines(file), _lines(_errors_of(file))
-    found = next(filter(None, map(_object, reversed(lines))), {})
+    found = next(filter(None, map(_result, reversed(lines))), {})
     if code is None:
         return Outcome(found=found, trouble=f"no answer in {bound_s:g} s", late=True)
     if code == 0 and found:
@@ -102,9 +102,11 @@ def _lines(file: Path) -> list[str]:
     return file.read_text(errors="replace").strip().splitlines()
 
 
-def _object(line: str) -> dict[str, Any]:
-    """The JSON object that a line is; empty where it is none, as libraries log there, too."""
+def _result(line: str) -> dict[str, Any]:
+    """The result that a line tells; empty where it tells none: libraries log there, too, some of
+    them JSON."""
     with contextlib.suppress(ValueError):
-        if isinstance(said := json.loads(line), dict):
-            return said
+        said = json.loads(line)
+        if isinstance(said, dict) and isinstance(result := said.get("result"), dict):
+            return result
     return {}

@@ -95,7 +95,8 @@ if __name__ == "__main__":
         world_size=options.size,
         timeout=timedelta(seconds=_CARRY_S[options.device.type]),
     )
-    print(json.dumps(measure(options.rank, options.size, options.device)), flush=True)
+    result = measure(options.rank, options.size, options.device)
+    print(json.dumps({"result": result}), flush=True)
     # A rank that is done may not close what the others still read. Without its device torch warns.
     dist.barrier(device_ids=[options.device.index] if options.device.type == "cuda" else None)
     os._exit(0)

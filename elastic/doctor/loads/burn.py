@@ -77,4 +77,4 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, required=True)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    print(json.dumps(burn(options.device, options.seconds)))
+    print(json.dumps({"result": burn(options.device, options.seconds)}))

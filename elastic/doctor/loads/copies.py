@@ -47,4 +47,4 @@ if __name__ == "__main__":
     device = parser.parse_args().device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    print(json.dumps(measure(device)))
+    print(json.dumps({"result": measure(device)}))

@@ -57,4 +57,4 @@ def measure(folder: Path, size_bytes: int = SIZE_BYTES) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(nearest_there(Path(sys.argv[1])))))
+    print(json.dumps({"result": measure(nearest_there(Path(sys.argv[1])))}))

@@ -82,4 +82,4 @@ if __name__ == "__main__":
     place = place_of(sys.argv[1])
     if isinstance(place, S3Config):
         place = replace(place, timeout_s=_PATIENCE_S, part_timeout_s=_PATIENCE_S)
-    print(json.dumps(try_store(open_store(place))))
+    print(json.dumps({"result": try_store(open_store(place))}))

@@ -141,7 +141,7 @@ def test_a_program_that_hangs_is_ended_with_what_it_has_started(
         "time.sleep(1000)\n"
     )
     (tmp_path / "fails.py").write_text("raise ValueError('no such thing')")
-    (tmp_path / "works.py").write_text("print('a line'); print('{\"a\": 1}')")
+    (tmp_path / "works.py").write_text("print('a line'); print('{\"result\": {\"a\": 1}}')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     begin_s = time.monotonic()
     hung, failed, worked = run_programs(
@@ -158,9 +158,10 @@ def test_a_program_that_hangs_is_ended_with_what_it_has_started(
 def test_what_libraries_say_is_not_taken_for_the_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = "print('{\"a\": 1}')\n"
+    result = 'print(\'{"result": {"a": 1}}\')\n'
     warns = "import warnings; warnings.warn('which device?')\n"
     logs = "print('node:1:1 [0] NCCL INFO comm destroyed'); print('7')\n"
+    logs += 'print(\'{"level": "info"}\'); print(\'{"result": 0}\')\n'
     programs = {
         "noisy": result + warns + logs,
         "no_object": "print('7')",
