@@ -106,6 +106,8 @@ def judge(
         if kind == "gpu"
         for pid in series[-1].pids
     }
+    # Where NVML names no process, any of the GPUs may be a worker's own.
+    untold = not gpu_of and any(kind == "gpu" for kind, _ in histories)
     found: list[Sign] = []
     for (kind, _), series in histories.items():
         say = _Say(series[-1], node, at_s)
@@ -125,7 +127,7 @@ def judge(
             found += _judge_oom_kills(series, gone, say)
         else:
             gpus = [gpu_of[pid] for pid in series[-1].pids if pid in gpu_of]
-            found += _judge_worker(series, gpus[0] if gpus else None, say)
+            found += _judge_worker(series, gpus[0] if gpus else None, untold, say)
     return found
 
 
@@ -428,9 +430,10 @@ def _judge_gpu_links(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
 
 
 def _judge_worker(
-    series: Sequence[Reading], gpu: Sequence[Reading] | None, say: _Say
+    series: Sequence[Reading], gpu: Sequence[Reading] | None, untold: bool, say: _Say
 ) -> Iterable[Sign]:
-    yield from _judge_still(_still(series), gpu, say)
+    """`untold`: it may be on a GPU, and nobody knows on which."""
+    yield from _judge_still(_still(series), gpu, untold, say)
     yield from _judge_waiting(series, say)
 
 
@@ -444,7 +447,7 @@ def _still(series: Sequence[Reading]) -> Sequence[Reading]:
 
 
 def _judge_still(
-    still: Sequence[Reading], gpu: Sequence[Reading] | None, say: _Say
+    still: Sequence[Reading], gpu: Sequence[Reading] | None, untold: bool, say: _Say
 ) -> Iterable[Sign]:
     """What a worker does while it gets nowhere. Alone it says nothing: whether those that wait are
     idle or busy depends on the backend. Who differs from the others is told in `diagnosis.py`."""
@@ -460,6 +463,8 @@ def _judge_still(
             cause="hang",
             subject="worker",
         )
+    if untold:  # its process, held against the GPUs of others, would make a difference of none
+        return
     share, whose = _activity(still, gpu)
     if share <= _IDLE or share >= _BUSY:
         yield say(

@@ -297,5 +297,12 @@ def test_what_a_worker_with_a_gpu_does_shows_there() -> None:
     assert names(still, other) == {"busy"}
 
 
+def test_a_worker_whose_gpu_is_not_known_is_neither_idle_nor_busy() -> None:
+    """Those of other nodes are judged by their GPUs, and who waits alike must not differ."""
+    gpu = readings("gpu", "0000:05:00", *[{"utilization_percent": 0.0}] * 7)
+    assert names(worker(7, cpu_share=1.0), gpu) == set()
+    assert names(worker(7, cpu_share=0.0, in_kernel=1.0), gpu) == {"in_kernel"}
+
+
 def test_the_window_holds_enough_for_every_rule() -> None:
     assert WINDOW_S / EVERY_S >= 60
