@@ -349,8 +349,10 @@ def test_a_disk_that_hangs_takes_one_thread_of_an_agent(
     ours = desk.on_nodes.agent
     ended, files = [desk.joined["b"]], desk.joined["b"].logs
     with ours._reading(PATIENCE_S):
-        assert (ours.last_words(ended), ours.output(files, 1 << 20)) == ({}, {})
-    assert ours.last_words(ended) and ours.output(files, 1 << 20)
+        words = ours.last_words(ended)
+        assert not words["b"].log and words["b"].readings, "what was read before comes without"
+        assert ours.output(files, 1 << 20) == {}
+    assert ours.last_words(ended)["b"].log and ours.output(files, 1 << 20)
 
 
 def test_what_cannot_be_read_any_more_does_not_replace_what_is_kept(tmp_path: Path) -> None:
