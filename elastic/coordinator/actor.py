@@ -244,8 +244,10 @@ class Coordinator(CoordinatorApi):
             self._records,
             config.health.regroup_timeout_s,
         )
-        self._troubles = Troubles(config.health, self._membership, self._dispatcher, self._workers)
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
+        self._troubles = Troubles(
+            config.health, self._membership, self._dispatcher, self._workers, self._link_tests
+        )
         self._cross_failures = CrossFailures(self._membership, self._dispatcher, self._records)
         aside = Aside(self._membership, self._dispatcher)
         self._last_words = LastWords(config.paths, self._agents, self._records, evidence)

@@ -2,10 +2,12 @@
 
 collectives across replicas fail again and again ──► the workers of the roster try their connections
 a replica on several nodes stands still ──► the agents of the nodes try those between them
+a collective of a replica has failed    ──► the same
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Sequence
 
@@ -58,6 +60,9 @@ class LinkTests:
         self._agents, self._records = agents, records
         self._generation = 0
         self._found: dict[str, LinkTest] = {}
+        self._trying = asyncio.Lock()
+        """An agent has one door for these tests."""
+        self._explaining = asyncio.Lock()
 
     async def take(self, worker: str, test: LinkTest) -> None:
         """A worker has tried its connections. Who is lost meanwhile, or calls all away, explains
@@ -80,7 +85,7 @@ class LinkTests:
     async def try_between(self, workers: Sequence[str]) -> list[FailedLink]:
         """Has the agents try the connections between the nodes of `workers`, who stand still, and
         those to some others of the roster. Where there are many nodes, those of the first workers
-        count. What fails once may have been late.
+        count. What fails once may have been late: see `try_again`.
 
         Returns:
             Those that failed; none where all are on one node.
@@ -92,8 +97,36 @@ class LinkTests:
             return []
         others = dict.fromkeys(node for node in members.values() if node not in theirs)
         asked = [*theirs[:_MOST_NODES], *[*others][:_WITNESSES]]
-        short = await self._agents.try_links(asked, _STILL_BOUND_S)
+        async with self._trying:
+            short = await self._agents.try_links(asked, _STILL_BOUND_S)
         return between_workers(short, members, LINK_BYTES, _STILL_BOUND_S)
+
+    async def try_again(
+        self, failed: Sequence[FailedLink], workers: Sequence[str]
+    ) -> list[FailedLink]:
+        """Those that `try_between` found to fail, and that fail again."""
+        if not failed:
+            return []
+        before = {link[:2] for link in failed}
+        return [link for link in await self.try_between(workers) if link[:2] in before]
+
+    async def explain(self, worker: str) -> None:
+        """A collective of the replica that `worker` is in has failed for it, and nobody was lost:
+        where connections between its nodes fail, takes out whom these have in common. Peers whom
+        it failed for as well wait meanwhile: what comes of the first explains the others."""
+        membership = self._membership
+        async with self._explaining:
+            replica = membership.roster.replica_of(worker)
+            if replica is None or membership.replica_broken(worker, replica.formed):
+                return
+            failed = [
+                link
+                for link in await self.try_between(replica.workers)
+                if not {*link[:2]}.isdisjoint(replica.workers)
+            ]
+            failed = await self.try_again(failed, replica.workers)
+            if failed and not membership.replica_broken(worker, replica.formed):
+                await self.remove(failed, lost_anyway=[worker])
 
     async def remove(
         self, failed: Sequence[FailedLink], *, lost_anyway: Collection[str] = ()

@@ -247,7 +247,7 @@ class StandstillWatch:
         """Ends those at fault. What was found is kept meanwhile: a storage that takes its time must
         not hold up their peers."""
         last = found.last
-        failed = await self._failed_still(found)
+        failed = await self._link_tests.try_again(found.failed or (), found.waiting)
         if not (accused or all_wait or failed):
             self._good = last
             return
@@ -339,14 +339,6 @@ class StandstillWatch:
         marks = _marks(before)
         now = _marks(await self._places())
         return any(now.get(worker) != marks.get(worker) for worker in accused)
-
-    async def _failed_still(self, found: _Found) -> list[FailedLink]:
-        """The connections that fail now as they did when workers were suspected."""
-        if not found.failed:
-            return []
-        before = {link[:2] for link in found.failed}
-        again = await self._link_tests.try_between(found.waiting)
-        return [link for link in again if link[:2] in before]
 
     def _mates(self, workers: Iterable[str]) -> list[str]:
         """All workers of the replicas of `workers`, these first."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 from elastic.config import HealthConfig
 from elastic.coordinator.dispatcher import Dispatcher
+from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
 from elastic.protocol.causes import COLLECTIVE, Cause, entry_of
@@ -22,6 +23,7 @@ class Troubles:
         membership: knows which replicas are broken.
         dispatcher: wakes those who wait for news.
         workers: loses those at fault.
+        link_tests: find the connections that make a collective fail while all live.
     """
 
     def __init__(
@@ -30,9 +32,11 @@ class Troubles:
         membership: Membership,
         dispatcher: Dispatcher,
         workers: Workers,
+        link_tests: LinkTests,
     ) -> None:
         self._node_s = health.node_timeout_s + _PEER_LOSS_PATIENCE_S
         self._membership, self._dispatcher, self._workers = membership, dispatcher, workers
+        self._link_tests = link_tests
         self._raised: dict[str, int | None] = {}
         """Worker whose own code raised, and it is not settled why -> its formation."""
         self._at_fault: set[str] = set()
@@ -47,21 +51,26 @@ class Troubles:
         formed: int | None = None,
     ) -> Literal["peer", "own"]:
         """See `WorkerCalls.trouble`. A collective that failed may be the first sign of the loss
-        of a whole node, which takes longer to show. Workers of one replica that raise errors of
-        their own at the same time are each at fault: the first to be written off explains no
-        other. Who cannot go on is lost for its own cause, also where a peer is lost, too."""
+        of a whole node, which takes longer to show; where none was lost, the connections between
+        the replica's nodes are tried: who gets no answer from a bad one is not at fault. Workers
+        of one replica that raise errors of their own at the same time are each at fault: the first
+        to be written off explains no other. Who cannot go on is lost for its own cause, also where
+        a peer is lost, too."""
         membership = self._membership
         patience_s = self._node_s if cause == COLLECTIVE else _PEER_LOSS_PATIENCE_S
         formation = formed or self._formation_of(worker)
+
+        def broken() -> bool:
+            return membership.replica_broken(worker, formed)
+
         if cause != COLLECTIVE:
             self._raised[worker] = formation
         try:
             if not entry_of(cause).lasts and not self._follows_alone(worker, cause, formed):
-                await self._dispatcher.until(
-                    lambda: membership.replica_broken(worker, formed), patience_s
-                )
-                broken = membership.replica_broken(worker, formed)
-                if broken and worker not in self._at_fault:
+                await self._dispatcher.until(broken, patience_s)
+                if cause == COLLECTIVE and not broken():
+                    await self._link_tests.explain(worker)
+                if broken() and worker not in self._at_fault:
                     return "peer"
             self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
             await self._workers.lose(worker, cause, detail, step, formation)

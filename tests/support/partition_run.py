@@ -22,7 +22,7 @@ NODE_TIMEOUT_S = 3.0
 
 def join_cluster() -> tuple[str, str, int, int]:
     """Joins the cluster that this program was told of. Returns storage, gate, replicas, shard."""
-    address, storage, gate, replicas, shard = sys.argv[1:]
+    address, storage, gate, replicas, shard = sys.argv[1:6]
     ray.init(address=address, log_to_driver=False, _node_ip_address=os.environ[OWN_IP])
     return storage, gate, int(replicas), int(shard)
 

@@ -35,6 +35,7 @@ class PartitionRun:
         shard: degree.
         driver: the host that its driver starts on.
         program: what its driver runs.
+        more: arguments for it, after those of `partition_run.py`.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class PartitionRun:
         shard: int,
         driver: int = HEAD,
         program: Path = PROGRAM,
+        more: Sequence[str] = (),
     ) -> None:
         self.hosts, self.storage, self.root = hosts, storage, storage / "run"
         self.gate, self._log = storage / "gate", storage / "log"
-        arguments = [hosts.address, storage, self.gate, replicas, shard]
+        arguments = [hosts.address, storage, self.gate, replicas, shard, *more]
         self._program = [sys.executable, str(program), *map(str, arguments)]
         self.start_driver(driver)
 
@@ -119,10 +121,11 @@ def run_on(
     idle: Sequence[int] = (),
     driver: int = HEAD,
     program: Path = PROGRAM,
+    more: Sequence[str] = (),
 ) -> Iterator[PartitionRun]:
     """A run of a cluster of its own."""
     with Hosts([0 if host in idle else cpus for host in range(hosts)]) as there:
-        run = PartitionRun(there, tmp_path, replicas, shard, driver, program)
+        run = PartitionRun(there, tmp_path, replicas, shard, driver, program, more)
         try:
             yield run
         finally:

@@ -4,15 +4,17 @@ those in common are lost, with the evidence. And whose it has tried where a repl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic.config import HealthConfig
 from elastic.coordinator.link_tests import LinkTests
+from elastic.coordinator.trouble import Troubles
 from elastic.protocol import events
-from elastic.protocol.causes import entry_of
+from elastic.protocol.causes import COLLECTIVE, entry_of
 from elastic.protocol.messages import Identity, LinkTest
 from health.suspects import SUSPECT
 from tests.support.coordinator_desk import CoordinatorDesk
@@ -37,9 +39,15 @@ class Desk(CoordinatorDesk):
     """The one that link tests are told to."""
 
     def __init__(
-        self, root: Path, *, least: int = 1, spares: Sequence[str] = (), doors: Doors | None = None
+        self,
+        root: Path,
+        *,
+        least: int = 1,
+        each: int = 1,
+        spares: Sequence[str] = (),
+        doors: Doors | None = None,
     ) -> None:
-        super().__init__(root, least=least, spares=spares)
+        super().__init__(root, least=least, each=each, spares=spares)
         agents: Any = doors
         self.tests = LinkTests(self.membership, self.workers, agents, self.records)
 
@@ -147,3 +155,62 @@ def test_nothing_is_tried_inside_a_node(tmp_path: Path) -> None:
     doors = Doors()
     assert asyncio.run(across_nodes(tmp_path, doors).tests.try_between(["d", "c"])) == []
     assert doors.asked == []
+
+
+class Soon:
+    """Nothing else is lost in the time that there is."""
+
+    async def until(self, done: Callable[[], bool], timeout_s: float) -> None:
+        """See Dispatcher."""
+        await asyncio.sleep(0)
+
+
+async def fail_for(desk: Desk, *workers: str) -> list[str]:
+    """A collective fails for these at once. Returns whose fault it was."""
+    soon: Any = Soon()
+    troubles = Troubles(HealthConfig(), desk.membership, soon, desk.workers, desk.tests)
+    told = [troubles.settle(worker, 7, "reset by peer", COLLECTIVE) for worker in workers]
+    return await asyncio.gather(*told)
+
+
+def test_a_collective_that_fails_for_a_bad_connection_takes_out_its_bad_end(tmp_path: Path) -> None:
+    """Not who tells of it first. They are tried twice for all of its replica."""
+    doors = Doors(TO_B, TO_B)
+    desk = Desk(tmp_path, each=2, doors=doors)
+    assert asyncio.run(fail_for(desk, "a", "b")) == ["peer", "peer"]
+    (tested,), (lost,) = desk.happened(events.LinksTested), desk.happened(events.WorkerLost)
+    assert (tested.removed, lost.worker, lost.cause) == (["b"], "b", "link")
+    assert len(doors.asked) == 2
+
+
+@pytest.mark.parametrize("found", [[{}], [{("C", "D"): 0}], [TO_B, {}]])
+def test_who_tells_first_is_lost_where_no_connection_of_its_replica_fails_twice(
+    tmp_path: Path, found: list[dict[tuple[str, str], int]]
+) -> None:
+    desk = Desk(tmp_path, each=2, doors=Doors(*found))
+    assert asyncio.run(fail_for(desk, "b", "a")) == ["own", "peer"]
+    (lost,) = desk.happened(events.WorkerLost)
+    assert (lost.worker, lost.cause) == ("b", "collective")
+    assert desk.happened(events.LinksTested) == []
+
+
+def test_an_agent_s_door_serves_one_test_at_a_time(tmp_path: Path) -> None:
+    class Slow(Doors):
+        at_once = most = 0
+
+        async def try_links(
+            self, nodes: Sequence[str], bound_s: float
+        ) -> dict[tuple[str, str], int]:
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+            await asyncio.sleep(0)
+            self.at_once -= 1
+            return await super().try_links(nodes, bound_s)
+
+    async def try_twice() -> None:
+        await asyncio.gather(*(desk.tests.try_between(["a", "b"]) for _ in range(2)))
+
+    doors = Slow({}, {})
+    desk = across_nodes(tmp_path, doors)
+    asyncio.run(try_twice())
+    assert (len(doors.asked), doors.most) == (2, 1)

@@ -37,6 +37,13 @@ class Lost:
         self.causes.append(cause)
 
 
+class Unexplained:
+    """No connection fails."""
+
+    async def explain(self, worker: str) -> None:
+        """See LinkTests."""
+
+
 class Now:
     """Looks once."""
 
@@ -52,8 +59,8 @@ def settle(
         roster=SimpleNamespace(followers=followers),
         replica_broken=lambda worker, formed: broken,
     )
-    lost, now = Lost(), Now()
-    troubles = Troubles(HealthConfig(), membership, now, lost)  # type: ignore[arg-type]
+    lost, now, links = Lost(), Now(), Unexplained()
+    troubles = Troubles(HealthConfig(), membership, now, lost, links)  # type: ignore[arg-type]
     return asyncio.run(troubles.settle("w0", 3, "a traceback", cause, formed)), lost.causes
 
 
@@ -82,7 +89,8 @@ async def raise_in_turn(
     desk: CoordinatorDesk, workers: Sequence[str], cause: Cause
 ) -> list[Literal["peer", "own"]]:
     """Each tells of its exception when that of the one before is settled."""
-    troubles = Troubles(HealthConfig(), desk.membership, desk.dispatcher, desk.workers)
+    no_links: Any = None
+    troubles = Troubles(HealthConfig(), desk.membership, desk.dispatcher, desk.workers, no_links)
     return [await troubles.settle(worker, 7, "an index", cause) for worker in workers]
 
 
