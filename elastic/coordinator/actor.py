@@ -557,6 +557,10 @@ class Coordinator(CoordinatorApi):
         await self._corruption.outlier(worker, generation, detail, spread=spread)
 
     @_when_known
+    async def spread(self, generation: int, detail: str) -> None:
+        await self._corruption.spread(generation, detail)
+
+    @_when_known
     async def undecided(self, generation: int, step: int, detail: str) -> None:
         await self._corruption.undecided(generation, step, detail)
 

@@ -15,6 +15,7 @@ Decision: docs/decisions/053.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -100,6 +101,7 @@ class Corruption:
         """Step of the comparison that nobody could decide, until one confirms what came after."""
         self._disputed_in = 0
         """Generation of its roster."""
+        self._going_back = asyncio.Lock()
         records.followers.append(self._hear)
 
     def replay(self, happened: Iterable[events.Event]) -> None:
@@ -190,12 +192,19 @@ class Corruption:
             detail: the evidence.
             spread: whether gradients may have been computed from it, and applied by all.
         """
-        if spread and not self._is_met(generation):
-            self._done = {}
-            await self._retreat.go_back(at_most=self.sound, reason=detail)
-        elif not spread:
+        if spread:
+            await self.spread(generation, detail)
+        else:
             self._disputed, self._first = None, {}
         await self._workers.lose(worker, CORRUPTION, detail)
+
+    async def spread(self, generation: int, detail: str) -> None:
+        """In roster `generation` all may have applied gradients of a state that was not what it
+        should be. Said by its worker, and by one who was right: either may die before its call."""
+        async with self._going_back:
+            if not self._is_met(generation):
+                self._done = {}
+                await self._retreat.go_back(at_most=self.sound, reason=detail)
 
     def _is_met(self, generation: int) -> bool:
         """Whether what was compared in a roster is given up already, or is about to be. A run that

@@ -100,6 +100,10 @@ class WorkerCalls(Protocol):
         """A worker's state is, or was, not what it should be: it leaves. `spread`: gradients may
         have been computed from it, and all replicas go back."""
 
+    async def spread(self, generation: int, detail: str) -> None:
+        """A replica's state is not what it should be, and gradients may have been computed from it:
+        all go back. Its own worker says `corrupt`, if it lives so long."""
+
     async def undecided(self, generation: int, step: int, detail: str) -> None:
         """The replicas differ before `step`, and no majority shows which is right."""
 

@@ -48,10 +48,12 @@ class Disputes:
         whether those of all slots are `confirmed`. Returns once the coordinator goes by it."""
         found = compare_checksums(checksums)
         shown = ", ".join("-" if c is None else f"{c & _MASK:016x}" for c in checksums)
-        # A difference is told by one whom nobody calls away meanwhile. That this slot's are equal
-        # says nothing of the others': what is saved by now may be wrong in one of them.
-        tells = run.lead and confirmed
-        if tells if found.equal else run.position == min(found.outliers, default=0):
+        # That this slot's are equal says nothing of the others': what is saved by now may be wrong
+        # in one of them.
+        first_right = next(
+            p for p, c in enumerate(checksums) if c is not None and p not in found.outliers
+        )
+        if run.lead and confirmed if found.equal else run.position == first_right:
             self._outbox.event(
                 events.ReplicasCompared(
                     time=time.time(),
@@ -68,6 +70,10 @@ class Disputes:
         if run.position in found.outliers:
             detail = f"its state before step {step} differs from most replicas': {shown}"
             self._leave(run, detail, spread=True)
+        if found.outliers and run.position == first_right:  # the outlier may die before its call
+            self._outbox.flush()
+            detail = f"a replica's state before step {step} differs from most: checksums {shown}"
+            self._coordinator.call(CoordinatorApi.spread, run.generation, detail)
         if found.decided:
             return
         self._states = step, tuple(checksums), run.position

@@ -448,6 +448,30 @@ def test_an_outlier_is_lost_and_all_go_back_behind_the_last_equal_comparison(des
     assert {run.step for run in desk.regroup(14, generation=1).values()} == {4}
 
 
+def test_all_go_back_where_an_outlier_dies_before_its_call(desk: Desk) -> None:
+    """One who was right has said so as well; where both do, they go back once."""
+
+    async def play(*, dies: bool) -> None:
+        said = [desk.corruption.spread(1, "it differs")]
+        if not dies:
+            said.append(desk.corruption.outlier("b", 1, "it differs", spread=True))
+        await asyncio.gather(*said)
+
+    asyncio.run(play(dies=True))
+    assert desk.happened(events.WorkerLost) == []
+    asyncio.run(play(dies=False))
+    assert [back.reason for back in desk.happened(events.WentBack)] == ["it differs"]
+    assert [lost.worker for lost in desk.happened(events.WorkerLost)] == ["b"]
+
+
+def test_those_who_say_it_at_once_take_all_back_once(desk: Desk) -> None:
+    async def play() -> None:
+        await asyncio.gather(*(desk.corruption.spread(1, "it differs") for _ in range(3)))
+
+    asyncio.run(play())
+    assert len(desk.happened(events.WentBack)) == 1
+
+
 def test_an_outlier_of_an_earlier_roster_is_lost_and_nobody_goes_back(desk: Desk) -> None:
     """A call whose answer was lost comes once more, when all have gone back."""
     asyncio.run(desk.corruption.outlier("b", 0, "it differs", spread=True))

@@ -69,12 +69,15 @@ def told(link: Worker) -> list[str]:
 
 
 def test_of_three_states_the_one_that_differs_leaves(links: Workers) -> None:
+    """The first of the others says so, too: that one may die before its call."""
     a, b, c = links(3)
-    for link in (a, c):
+    for link, said in ((a, ["spread"]), (c, [])):
         link.compared(10, [5, 6, 5])
-        assert told(link) == []
+        assert told(link) == said
+        assert [event.equal for event in link.events] == [False] * len(said)
     with pytest.raises(LeftError):
         b.compared(10, [5, 6, 5])
+    assert b.events == []
     ((method, worker, generation, detail, spread),) = b.coordinator.told
     assert (method, worker, generation, spread) == ("corrupt", "w1", 7, True)
     assert "differs from most replicas'" in detail
