@@ -184,8 +184,16 @@ def _set_variable(environment: MutableMapping[str, str], name: str, value: str) 
 
 def _switches() -> dict[str, Callable[[Any], None]]:
     import torch
+    import torch._inductor.config
 
     memory: Any = torch.utils.deterministic
+    inductor: Any = torch._inductor.config
+
+    def algorithms(on: bool) -> None:
+        torch.use_deterministic_algorithms(on)
+        # Inductor's own switch, which that sets, is for this thread alone since torch 2.13. On CUDA
+        # backward is compiled on one of autograd's, and kernels would be chosen by their time.
+        inductor._config["deterministic"].default = on
 
     def fill(on: bool) -> None:
         memory.fill_uninitialized_memory = on
@@ -194,7 +202,7 @@ def _switches() -> dict[str, Callable[[Any], None]]:
         torch.backends.cudnn.benchmark = on
 
     return {
-        "deterministic_algorithms": torch.use_deterministic_algorithms,
+        "deterministic_algorithms": algorithms,
         "fill_uninitialized_memory": fill,
         "cudnn_benchmark": benchmark,
         "matmul_precision": torch.set_float32_matmul_precision,

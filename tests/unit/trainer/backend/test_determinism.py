@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.support import ROOT
 from trainer.backend.determinism import SETTINGS, Setting, plan_settings, settle
 
 MEMORY: Any = torch.utils.deterministic
+INDUCTOR: Any = torch._inductor.config
 
 
 @pytest.fixture
@@ -21,11 +23,13 @@ def flags() -> Iterator[None]:
     mode = torch.get_deterministic_debug_mode()
     fills = MEMORY.fill_uninitialized_memory
     products, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+    compiles = INDUCTOR._config["deterministic"].default
     yield
     torch.use_deterministic_algorithms(mode == 2)
     MEMORY.fill_uninitialized_memory = fills
     torch.set_float32_matmul_precision(products)
     torch.backends.cudnn.benchmark = benchmark
+    INDUCTOR._config["deterministic"].default = compiles
 
 
 def test_a_cpu_needs_torchs_flags_alone() -> None:
@@ -67,6 +71,18 @@ def test_torch_is_set_and_set_back() -> None:
     assert torch.backends.cudnn.benchmark
     assert torch.get_float32_matmul_precision() == "high"
     torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
+
+
+@pytest.mark.usefixtures("flags")
+def test_no_thread_chooses_kernels_by_their_time() -> None:
+    """On CUDA the backward is compiled on one of autograd's."""
+    with ThreadPoolExecutor(1) as autograd:
+        modes: tuple[tuple[Literal["strict", "fast"], bool], ...]
+        modes = (("strict", True), ("fast", False))
+        for mode, expected in modes:
+            settle(mode, "cuda", {})
+            seen = autograd.submit(lambda: INDUCTOR.deterministic).result()
+            assert (INDUCTOR.deterministic, seen) == (expected, expected)
 
 
 @pytest.mark.usefixtures("flags")
