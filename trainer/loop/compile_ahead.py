@@ -63,5 +63,7 @@ def compile_ahead(engine: Engine, lanes: int) -> None:
     engine.clear_weights()
     ids = lane_ids(train, lanes, len(data), 0, 0, engine.slot.shard)[: train.micro_samples(lanes)]
     loss, _ = engine.task.loss(engine.model, engine.take(read(data, ids)))
+    engine.collect_in(engine.gradient)  # else they take as much again, which a step does not
     engine.backward(loss)
     engine.model.zero_grad(set_to_none=True)
+    engine.gradient.zero_()

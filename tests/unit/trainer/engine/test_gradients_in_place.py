@@ -268,14 +268,29 @@ def test_torch_refuses_gradients_that_were_rounded(
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "bfloat16"])
-def test_what_compiles_ahead_of_the_first_lane_leaves_no_trace(narrow: bool, port: int) -> None:
-    """It has no lane to put its gradients in."""
+def test_what_compiles_ahead_of_the_first_lane_leaves_no_trace(
+    narrow: bool, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no lane to put its gradients in, and takes no memory for them: a step of one lane has
+    one gradient, and they are put where that will be."""
     draw = torch.Generator().manual_seed(1)
     samples = list(torch.randn(4, 5, generator=draw))
     task, train = task_of("all", narrow)
     task = replace(task, dataset=samples)
     engine = make_engine(0, meet(port), task, train)
+    backward, put = engine.backward, list[bool]()
+
+    def look(loss: torch.Tensor) -> None:
+        backward(loss)
+        views = engine.layout.views(engine.gradient)
+        params = zip(engine.layout.params, views, strict=True)
+        put.extend(local_tensor(p.grad).data_ptr() == view.data_ptr() for p, view in params)
+
+    monkeypatch.setattr(engine, "backward", look)
     compile_ahead(engine, 1)
+    monkeypatch.undo()
+    assert put and all(put)
+    assert not engine.gradient.any()
     engine.initialize()
     flat, batches = torch.full((engine.layout.count,), 9.0), [torch.stack(samples)]
     lane(engine, flat, batches)
