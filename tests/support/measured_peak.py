@@ -36,9 +36,9 @@ _REUSE = {"MALLOC_MMAP_THRESHOLD_": "16384"}
 
 
 def measured_peak(train: TrainConfig, *, replicas: int, evaluates: bool = False) -> int:
-    """Bytes that the CPU allocator has given out at once to the first worker, from before its model
-    is built to the end of `STEPS` steps, or of an evaluation after them. One process for each
-    worker."""
+    """Bytes that the CPU allocator has given out at once to the first worker of a replica, from
+    before its model is built to the end of `STEPS` steps, or of an evaluation after them; the most
+    of all replicas. One process for each worker."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with patch.dict(os.environ, _REUSE), mp.Manager() as manager:
         results = manager.dict()
@@ -48,7 +48,7 @@ def measured_peak(train: TrainConfig, *, replicas: int, evaluates: bool = False)
             nprocs=replicas * train.parallel.workers,
             start_method="spawn",
         )
-        return int(results[0])
+        return max(results.values())
 
 
 def _process(
@@ -64,7 +64,7 @@ def _process(
             loop.due.evaluate()
         del loop
         leave_replica_group()
-    if place == 0:
+    if place % train.parallel.workers == 0:
         results[place] = peak_of(profiler)
 
 

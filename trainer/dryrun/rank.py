@@ -1,10 +1,11 @@
 """One worker's step, built and run as it would be, on fake tensors and a fake process group.
 
-The worker is the first one of the first replica: no other has more lanes, larger slices or more to
-gather. Its step is the real one, shortened: of its lanes only the last is computed, and of that
-lane two micro-batches, as further ones add nothing to the peak; what they send and wait for is
-multiplied. Of the evaluation that follows it is the first batch, for its memory alone: it is not
-compiled, and may take more than the step.
+The worker is the first one of its replica: no other has larger slices or more to gather. The
+replica is the one whose lanes take most memory, mostly the first. Its step is the real one,
+shortened: of its lanes only the last is computed, and of that lane two micro-batches, as further
+ones add nothing to the peak; what they send and wait for is multiplied. Of the evaluation that
+follows it is the first batch, for its memory alone: it is not compiled, and may take more than the
+step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.parallel.two_level import TwoLevels
 from trainer.replication.buckets import BUCKET_BYTES
-from trainer.replication.lanes import deal_lanes, plan_lane_buffers
+from trainer.replication.lanes import deal_lanes, find_neediest, plan_lane_buffers
 from trainer.replication.step_commit import LaneStats
 from trainer.tasks.task import PreparedTask
 
@@ -192,10 +193,11 @@ def _build(
     counter: torch.Tensor | None,
 ) -> DryLoop:
     dealt = deal_lanes(lanes, tuple(range(replicas)))
+    own = find_neediest(dealt, lanes)
     engine = DryEngine(
         task,
         train,
-        slot=Slot(replica=0, rank=0, dims=train.parallel.dims),
+        slot=Slot(replica=own, rank=0, dims=train.parallel.dims),
         mesh=mesh,
         device="cpu",
         max_replicas=replicas,
@@ -208,7 +210,7 @@ def _build(
         gathers=device == "cuda",
         lanes=[dealt[replica] for replica in range(replicas)],
         total_lanes=lanes,
-        rank=0,
+        rank=own,
     )
     config = LoopConfig(
         lanes=lanes, save_every=None, compare_every=None, max_nonfinite_steps=1, until=1
@@ -217,7 +219,7 @@ def _build(
         engine,
         cross,
         engine.make_sums(lanes, replicas),
-        lanes=dealt[0],
+        lanes=dealt[own],
         progress=Progress(),
         config=config,
         link=NoLink(),

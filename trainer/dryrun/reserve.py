@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.backend.groups import Device
-from trainer.replication.lanes import deal_lanes, lane_buffers
+from trainer.replication.lanes import deal_lanes, find_neediest, lane_buffers
 
 _STAGED = 3
 """Buckets at once for a lane that comes back from the host: as it was there, beside the other lanes
@@ -27,7 +27,7 @@ def spare_buffers(lanes: int, replicas: int, device: Device, most: int | None) -
         return 0
     limit = lanes + 1 if most is None else most
     before = deal_lanes(lanes, tuple(range(replicas)))
-    held = min(limit, lane_buffers(before[0], lanes))
+    held = min(limit, lane_buffers(before[find_neediest(before, lanes)], lanes))
     spare = 0
     for lost in range(replicas):
         left = tuple(replica for replica in range(replicas) if replica != lost)

@@ -74,7 +74,19 @@ def plan_lane_buffers(asked: int | None, lanes: int, replicas: int, device: str)
     """
     if asked is not None or device == "cpu":
         return asked
-    return lane_buffers(deal_lanes(lanes, tuple(range(replicas)))[0], lanes)
+    dealt = deal_lanes(lanes, tuple(range(replicas)))
+    return lane_buffers(dealt[find_neediest(dealt, lanes)], lanes)
+
+
+def find_neediest(dealt: Mapping[int, tuple[int, ...]], lanes: int) -> int:
+    """The first of the replicas that need the most buffers. Of two with three lanes of six the
+    second needs one more: when its last lane is open it has two blocks, the first one has one.
+
+    Args:
+        dealt: replica -> its lanes.
+        lanes: of the run.
+    """
+    return max(dealt, key=lambda replica: lane_buffers(dealt[replica], lanes))
 
 
 def deal_lanes(

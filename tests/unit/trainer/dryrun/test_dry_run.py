@@ -23,7 +23,7 @@ from trainer.dryrun.reserve import spare_buffers
 from trainer.errors import ConfigError
 from trainer.parallel import lone
 from trainer.replication.lane_sums import LaneSums
-from trainer.replication.lanes import lane_buffers, plan_lane_buffers
+from trainer.replication.lanes import deal_lanes, lane_buffers, plan_lane_buffers
 from trainer.replication.step_commit import LaneStats
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.custom import CustomTask
@@ -378,13 +378,21 @@ def test_a_lost_replica_costs_buffers() -> None:
     assert spare_buffers(8, 4, "cuda", None) == 1
 
 
-@pytest.mark.parametrize(("lanes", "replicas"), [(2, 2), (8, 4), (8, 2), (9, 4)])
+@pytest.mark.parametrize(("lanes", "replicas"), [(2, 2), (8, 4), (8, 2), (9, 4), (6, 2), (12, 4)])
 def test_on_a_gpu_the_lanes_of_a_lost_replica_wait_on_the_host(lanes: int, replicas: int) -> None:
+    """Those of no replica do while all are there."""
     most = plan_lane_buffers(None, lanes, replicas, "cuda")
-    assert most == lane_buffers(range(-(-lanes // replicas)), lanes)
+    dealt = deal_lanes(lanes, tuple(range(replicas))).values()
+    assert most == max(lane_buffers(each, lanes) for each in dealt)
     assert spare_buffers(lanes, replicas, "cuda", most) == 0
+
+
+@pytest.mark.parametrize(("lanes", "replicas"), [(2, 2), (8, 4), (8, 2), (9, 4)])
+def test_as_many_buffers_as_are_asked_for_are_on_the_device(lanes: int, replicas: int) -> None:
+    asked = plan_lane_buffers(5, lanes, replicas, "cuda")
+    assert asked == 5
+    assert spare_buffers(lanes, replicas, "cuda", asked) > 0
     assert plan_lane_buffers(None, lanes, replicas, "cpu") is None
-    assert spare_buffers(lanes, replicas, "cuda", plan_lane_buffers(5, lanes, replicas, "cuda")) > 0
 
 
 def needs_of(size: int) -> RankNeeds:

@@ -75,6 +75,10 @@ LAYOUTS = {
     "tensor 2": (small_train(tensor=2), 1),
     "context 2": (small_train(parallel=ParallelConfig(context=2)), 1),
     "one lane, two replicas": (small_train(lanes=2, bucket_bytes=2**20), 2),
+    "three lanes each, of which those of the second replica need more": (
+        small_train(lanes=6, global_batch=12, bucket_bytes=2**20),
+        2,
+    ),
     "bfloat16 sums": (small_train(lanes=2, bucket_bytes=2**20, reduce_dtype="bfloat16"), 2),
     "bfloat16 moments": (
         small_train(optimizer=OptimizerConfig(moment_dtype="bfloat16"), recompute="full"),
