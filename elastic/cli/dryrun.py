@@ -58,6 +58,8 @@ def run(options: argparse.Namespace) -> int:
         options.instance, options.memory_gb, options.gpus_per_node, options.nodes
     )
     trainer = find_trainer(options.file)
+    if machine is not None:
+        machine = machine.shared(trainer.scaling.gpus_per_worker)
     from trainer.dryrun.judge import Judge
     from trainer.dryrun.shape import prepare_shape
     from trainer.tasks.causal_lm import CausalLM

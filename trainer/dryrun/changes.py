@@ -29,8 +29,8 @@ _Step = tuple[str, dict[str, Any]]
 
 def plan_changes(train: TrainConfig, replicas: int, *, blocks: bool) -> Iterator[Change]:
     """What to try: nothing that changes what is learned. First what costs least, each by itself;
-    then what holds fewer activations, each on top of those before it; then another layout. What
-    is offloaded is tried beside these: the host may lack the room for it.
+    then what holds fewer activations, each on top of those before it; then another layout, of the
+    same lanes. What is offloaded is tried beside these: the host may lack the room for it.
 
     Args:
         train: the settings of the run.
@@ -67,7 +67,12 @@ def plan_changes(train: TrainConfig, replicas: int, *, blocks: bool) -> Iterator
             return
         parallel, fewer = replace(train.parallel, shard=shard), replicas // factor
         sharded = {"parallel": parallel, "lanes": lanes}
-        yield _change(train, [*lighter, (f"shard={shard}, max_replicas={fewer}", sharded)], fewer)
+        text = f"shard={shard}, max_replicas={fewer}"
+        if train.lanes is None:  # else there would be as many as replicas: other sums, other bits
+            text += f", lanes={lanes}"
+        other = replace(train, parallel=parallel)
+        more = [step for step in _light(other, lanes, fewer) if step not in lighter]
+        yield _change(train, [*lighter, *more, (text, sharded)], fewer)
 
 
 def _light(train: TrainConfig, lanes: int, replicas: int) -> list[_Step]:

@@ -6,7 +6,7 @@ of them on the safe side. No GPU has measured them yet.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _GIB = 2**30
 
@@ -34,6 +34,14 @@ class Machine:
     """Of one GPU, as torch reports it: less than its name says."""
     host_memory_bytes: int | None = None
     """Of the machine itself; None: unknown."""
+
+    def shared(self, gpus_per_worker: float) -> Machine:
+        """As workers see it that have a part of a GPU each: more GPUs, which are smaller."""
+        return replace(
+            self,
+            gpus=int(self.gpus / gpus_per_worker),
+            memory_bytes=int(self.memory_bytes * gpus_per_worker),
+        )
 
 
 def _machine(name: str, gpu_gib: float, host_gib: int) -> Machine:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ray import cloudpickle
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic import ParallelConfig, ScalingConfig
 from elastic.driver.memory import check_memory, plan_memory
@@ -121,6 +123,28 @@ def test_what_fits_or_cannot_be_known_is_let_through(
         assert "no dry run: the memory of these GPUs is not in its table" in caplog.text
         check_memory(replace(train, task=None), ONE, ["H100"], 8)
     assert "no dry run: AttributeError" in caplog.text
+
+
+def test_workers_that_share_a_gpu_have_a_part_of_it(
+    train: TrainConfig, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_gpus(monkeypatch, memory_bytes / 0.8)
+    check_memory(train, ONE, ["H100"], 8)
+    with pytest.raises(ConfigError, match="by a dry run a worker needs"):
+        check_memory(train, replace(ONE, gpus_per_worker=0.5), ["H100"], 8)
+    assert MACHINES["p5"].shared(0.5).gpus == 16
+
+
+def test_a_driver_that_is_in_a_process_group_is_told_that_nothing_was_tried(
+    train: TrainConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with caplog.at_level(logging.WARNING):
+            check_memory(train, ONE, ["H100"], 8)
+    finally:
+        dist.destroy_process_group()
+    assert "no dry run: this process is in a process group" in caplog.text
 
 
 def test_settings_that_cannot_work_are_refused(train: TrainConfig) -> None:

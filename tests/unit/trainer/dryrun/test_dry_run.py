@@ -437,16 +437,19 @@ def test_too_few_machines_do_not_fit() -> None:
 def test_changes_leave_the_sums_what_they_were() -> None:
     train = small_train(lanes=None, global_batch=32)
     changes = list(plan_changes(train, 4, blocks=True))
+    held = 'recompute="full", loss_chunk=1024, micro_batch=1'
     assert [change.text for change in changes] == [
         'recompute="full"',
         'recompute="full", loss_chunk=1024',
         'recompute="full", loss_chunk=1024, offload=OffloadConfig()',
         'recompute="full", loss_chunk=1024, micro_batch=1',
         'recompute="full", loss_chunk=1024, micro_batch=1, offload=OffloadConfig()',
-        'recompute="full", loss_chunk=1024, micro_batch=1, shard=2, max_replicas=2',
-        'recompute="full", loss_chunk=1024, micro_batch=1, shard=4, max_replicas=1',
+        f"{held}, lane_buffers=1, shard=2, max_replicas=2, lanes=4",
+        f"{held}, lane_buffers=1, shard=4, max_replicas=1, lanes=4",
     ]
     for change in changes:
+        told = eval(f"dict({change.text})", {"OffloadConfig": OffloadConfig})
+        assert (told.get("lanes") or told.get("max_replicas", 4)) == 4, "what a user writes down"
         change.train.check(change.train.lanes or change.replicas)
         assert (change.train.lanes or change.replicas) == 4
         assert change.train.global_batch == 32
