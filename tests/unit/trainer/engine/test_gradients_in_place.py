@@ -283,8 +283,9 @@ def test_what_compiles_ahead_of_the_first_lane_leaves_no_trace(
     def look(loss: torch.Tensor) -> None:
         backward(loss)
         views = engine.layout.views(engine.gradient)
-        params = zip(engine.layout.params, views, strict=True)
-        put.extend(local_tensor(p.grad).data_ptr() == view.data_ptr() for p, view in params)
+        for param, view in zip(engine.layout.params, views, strict=True):
+            assert param.grad is not None
+            put.append(local_tensor(param.grad).data_ptr() == view.data_ptr())
 
     monkeypatch.setattr(engine, "backward", look)
     compile_ahead(engine, 1)
