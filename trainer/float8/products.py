@@ -69,7 +69,7 @@ class _Tensorwise(torch.autograd.Function):
             dx_MK = _product(dy, _turned(_scaled_weight(w_NK)), dy_MN.dtype)
         if ctx.needs_input_grad[1]:
             x = Scaled(x_data, x_inverse)
-            dw_NK = _product(_turned(_padded(dy)), _turned(_padded(x)), dy_MN.dtype)
+            dw_NK = _product(_turned(dy), _turned(x), dy_MN.dtype)
         return dx_MK, dw_NK
 
 
@@ -127,13 +127,12 @@ def _scaled_weight(w_NK: torch.Tensor) -> Scaled:
 
 
 def _turned(x: Scaled) -> Scaled:
-    return Scaled(x.data.t().contiguous(), x.inverse)
+    """Transposed, so that its rows are summed over; of a weight 16 divides them already."""
+    return Scaled(padded(x.data).t().contiguous(), x.inverse)
 
 
-def _padded(x: Scaled) -> Scaled:
-    """With rows of zeros, up to a multiple of 16."""
-    rows = -x.data.shape[0] % ALIGNED
-    if not rows:
-        return x
-    zeros = x.data.new_zeros((rows, x.data.shape[1]))
-    return Scaled(torch.cat([x.data, zeros]), x.inverse)
+def padded(x_MK: torch.Tensor) -> torch.Tensor:
+    """With rows of zeros, up to a multiple of 16. They change no amax. Transformer Engine's layers
+    take their rows so, too."""
+    rows = -x_MK.shape[0] % ALIGNED
+    return torch.cat([x_MK, x_MK.new_zeros((rows, x_MK.shape[1]))]) if rows else x_MK
