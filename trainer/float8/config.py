@@ -90,10 +90,16 @@ class Float8:
             and not any(fnmatch.fnmatch(name, pattern) for pattern in self.keep)
         ]
         if not names:
+            others = (
+                f": {name} is a {type(module).__name__} already"
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear) and type(module) is not nn.Linear
+            )
             raise ConfigError(
                 _FIELD,
                 self,
-                "the model has no linear layer beside the head whose sides 16 divides",
+                "the model has no linear layer beside the head whose sides 16 divides"
+                + next(others, ""),
                 "Leave it out, or name fewer layers in keep",
             )
         return names

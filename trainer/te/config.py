@@ -59,6 +59,7 @@ class TransformerEngine:
             owner, _, leaf = name.rpartition(".")
             made: nn.Module
             if leaf in _LINEAR:
+                self._check_plain(name, module)
                 linear = TeLinear.of(cast(nn.Linear, module))
                 linear.recipe = self.float8
                 made = linear
@@ -75,6 +76,20 @@ class TransformerEngine:
         if found not in _ARCHITECTURES:
             fact = f"{found} is none of {', '.join(_ARCHITECTURES)}, whose layers it knows"
             raise ConfigError(_FIELD, self, fact, "Leave it out, or change the model's settings")
+
+    def _check_plain(self, name: str, module: nn.Module) -> None:
+        """Raises ConfigError where a layer is no `nn.Linear` as it was: what another converter has
+        it compute would be lost."""
+        from torch import nn
+
+        if type(module) is not nn.Linear:
+            kind = type(module).__name__
+            raise ConfigError(
+                _FIELD,
+                self,
+                f"{name} is a {kind}, of a converter before, and it replaces nn.Linear alone",
+                "Leave one of the two converters out",
+            )
 
     def check(self, model: nn.Module, train: TrainConfig, device: torch.device | None) -> None:
         """See CheckedConverter."""

@@ -4,13 +4,14 @@ tested."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.support.small_llama import small_train
 from tests.support.te_signatures import classes_in, signature_of
@@ -18,6 +19,7 @@ from tests.support.te_stand_in import STAND_INS, OnCpu
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
 from trainer.errors import ConfigError
+from trainer.float8.config import Float8
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.models.init import FullWeights
 from trainer.te import library
@@ -106,7 +108,7 @@ def test_in_8_bits_the_outputs_are_others_and_near(stand_in: None, tokens: int) 
     }
 
 
-TRAIN = dataclasses.replace(small_train(), precision="bfloat16")
+TRAIN = replace(small_train(), precision="bfloat16")
 
 
 def refusal(train: TrainConfig, device: str | None) -> str:
@@ -118,7 +120,7 @@ def refusal(train: TrainConfig, device: str | None) -> str:
 
 
 def with_te(converter: TransformerEngine, **changes: Any) -> TrainConfig:
-    return dataclasses.replace(TRAIN, converters=(converter,), **changes)
+    return replace(TRAIN, converters=(converter,), **changes)
 
 
 def test_it_is_refused_without_the_library() -> None:
@@ -179,6 +181,28 @@ def test_other_models_are_refused() -> None:
     model = build_on_meta(ModelConfig(architecture="gpt2").resolve(64))
     with pytest.raises(ConfigError, match="gpt2 is none of llama, mistral"):
         TransformerEngine().convert(model, FullWeights({}))
+
+
+class Doubled(nn.Linear):
+    """A user's layer, with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_layers_that_another_converter_made_are_refused() -> None:
+    """It would take their place, and with it what they compute."""
+    said = "q_proj is a Float8Linear, of a converter before"
+    assert said in refusal(replace(TRAIN, converters=(Float8(), TransformerEngine())), None)
+    model = build_on_meta(ModelConfig(settings=SETTINGS).resolve(64))
+    model.get_submodule("model.layers.1.mlp").up_proj = Doubled(32, 64, bias=False, device="meta")
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj is a Doubled, of a converter"):
+        TransformerEngine().convert(model, FullWeights({}))
+
+
+def test_after_it_nothing_is_left_for_float8() -> None:
+    said = refusal(replace(TRAIN, converters=(TransformerEngine(), Float8())), None)
+    assert "q_proj is a TeLinear already" in said
 
 
 def test_delayed_scaling_is_refused_with_the_reason() -> None:
