@@ -4,8 +4,9 @@ torch."""
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.capability import FLOAT8, check_capability
 from trainer.errors import ConfigError, check_types
@@ -25,8 +26,9 @@ _ALIGNED = 16
 class Float8:
     """Linear layers of the blocks whose three matrix products are 8-bit, with current scaling.
 
-    Parameters, gradients, optimizer and checkpoints are as without it. The head, and layers of
-    which a side is no multiple of 16, stay as they are.
+    Parameters, gradients, optimizer and checkpoints are as without it. The head, layers that
+    share their weight with another, and layers of which a side is no multiple of 16, stay as they
+    are.
     """
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
@@ -65,44 +67,58 @@ class Float8:
         from trainer.float8.linear import Float8Linear
         from trainer.float8.shard import Float8Shard
 
-        for name in self._layers(model):
+        made: dict[nn.Linear, Float8Linear] = {}
+        for name, plain in self._layers(model):
+            if plain not in made:
+                layer = made[plain] = Float8Linear.of(plain)
+                layer.recipe = self.recipe
+                if self.gather:
+                    trained = layer.weight.requires_grad
+                    layer.weight = nn.Parameter(Float8Shard(layer.weight.detach()), trained)
             owner, _, leaf = name.rpartition(".")
-            layer = Float8Linear.of(cast(nn.Linear, model.get_submodule(name)))
-            layer.recipe = self.recipe
-            if self.gather:
-                trained = layer.weight.requires_grad
-                layer.weight = nn.Parameter(Float8Shard(layer.weight.detach()), trained)
-            setattr(model.get_submodule(owner), leaf, layer)
+            setattr(model.get_submodule(owner), leaf, made[plain])
         return model, source
 
-    def _layers(self, model: Any) -> list[str]:
-        """Names of the layers that are converted."""
+    def _layers(self, model: Any) -> list[tuple[str, nn.Linear]]:
+        """The layers that are converted, each by all names that it has."""
         from torch import nn
 
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        names = [
-            name
-            for name, module in model.named_modules()
-            if type(module) is nn.Linear
-            and name
-            and module is not head
-            and not (module.in_features % _ALIGNED or module.out_features % _ALIGNED)
-            and not any(fnmatch.fnmatch(name, pattern) for pattern in self.keep)
+        named = [
+            (name, module)
+            for name, module in model.named_modules(remove_duplicate=False)
+            if name and isinstance(module, nn.Linear)
         ]
-        if not names:
+        stay = {head} | {
+            module
+            for name, module in named
+            if any(fnmatch.fnmatch(name, pattern) for pattern in self.keep)
+        }
+        owners = Counter(
+            param for module in model.modules() for param in module.parameters(recurse=False)
+        )
+        layers = [
+            (name, module)
+            for name, module in named
+            if type(module) is nn.Linear
+            and module not in stay
+            and owners[module.weight] == 1  # else it is another's, too, which does not multiply so
+            and not (module.in_features % _ALIGNED or module.out_features % _ALIGNED)
+        ]
+        if not layers:
             others = (
                 f": {name} is a {type(module).__name__} already"
-                for name, module in model.named_modules()
-                if isinstance(module, nn.Linear) and type(module) is not nn.Linear
+                for name, module in named
+                if type(module) is not nn.Linear
             )
             raise ConfigError(
                 _FIELD,
                 self,
-                "the model has no linear layer beside the head whose sides 16 divides"
-                + next(others, ""),
+                "the model has no linear layer beside the head whose sides 16 divides and whose "
+                "weight is its alone" + next(others, ""),
                 "Leave it out, or name fewer layers in keep",
             )
-        return names
+        return layers
 
     def check(self, model: nn.Module, train: TrainConfig, device: torch.device | None) -> None:
         """See CheckedConverter."""

@@ -54,6 +54,34 @@ def test_layers_with_odd_sides_stay_and_a_model_of_them_alone_is_refused() -> No
         Float8().convert(nn.Sequential(nn.Linear(3, 3)), FullWeights({}))
 
 
+class Tied(nn.Module):
+    """A custom model whose head has the table's weight, and two of whose layers are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.first = self.again = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_what_is_tied_stays_tied(gather: bool) -> None:
+    plain: Any = Tied()
+    names = list(plain.state_dict())
+    model: Any = Float8(gather=gather).convert(plain, FullWeights({}))[0]
+    assert model.head.weight is model.table.weight
+    assert model.first is model.again
+    assert float8_layers(model) == ["first"]
+    assert list(model.state_dict()) == names
+
+
+def test_a_layer_that_is_kept_is_kept_under_all_its_names() -> None:
+    model: Any = nn.ModuleDict({"tied": Tied(), "more": nn.Linear(16, 16)})
+    Float8(keep=("tied.again",)).convert(model, FullWeights({}))
+    assert float8_layers(model) == ["more"]
+
+
 def test_delayed_scaling_is_refused_with_the_reason() -> None:
     wrong: Any = "delayed"
     with pytest.raises(ConfigError, match="depends on the lanes that a replica was dealt"):
