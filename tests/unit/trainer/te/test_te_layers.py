@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +135,24 @@ def test_the_driver_needs_no_library() -> None:
     train = with_te(TransformerEngine())
     model, _ = build_model(prepare_shape(train), train)
     assert any(isinstance(module, TeLinear) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        'RuntimeError("Found empty `transformer-engine` meta package installed")',
+        'AssertionError("transformer-engine and transformer-engine-torch differ in version")',
+    ],
+)
+def test_a_library_that_is_half_installed_is_refused_in_its_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, raised: str
+) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = refusal(with_te(OnCpu()), "cpu")
+    assert raised.split('"')[1] in said and "-e '.[te]'" in said
 
 
 @pytest.mark.parametrize("version", ["2.17.1", "2.21.0", "1.13"])
