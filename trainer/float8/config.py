@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections import Counter
 from dataclasses import dataclass
@@ -118,7 +119,20 @@ class Float8:
                 "weight is its alone" + next(others, ""),
                 "Leave it out, or name fewer layers in keep",
             )
+        self._check_keep([name for name, _ in named])
         return layers
+
+    def _check_keep(self, names: list[str]) -> None:
+        """Raises ConfigError for a pattern that keeps none of the linear layers, by their names."""
+        for pattern in self.keep:
+            if not fnmatch.filter(names, pattern):
+                (nearest,) = difflib.get_close_matches(pattern, names, n=1, cutoff=0)
+                raise ConfigError(
+                    "Float8.keep",
+                    pattern,
+                    "no linear layer's name is this, or fits it as a pattern",
+                    f"Use names such as {nearest!r}, or patterns of them",
+                )
 
     def check(self, model: nn.Module, train: TrainConfig, device: torch.device | None) -> None:
         """See CheckedConverter."""

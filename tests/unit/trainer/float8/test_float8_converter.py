@@ -82,6 +82,15 @@ def test_a_layer_that_is_kept_is_kept_under_all_its_names() -> None:
     assert float8_layers(model) == ["more"]
 
 
+def test_a_pattern_that_keeps_nothing_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError) as error:
+        converted(with_float8(keep=("lm_head", "model.layers.0.self_attn.q_prj")))
+    assert str(error.value).startswith("Float8.keep = 'model.layers.0.self_attn.q_prj': ")
+    assert "such as 'model.layers.0.self_attn.q_proj'" in str(error.value)
+    with pytest.raises(ConfigError, match="no linear layer's name is this, or fits"):
+        converted(with_float8(keep=("*.norm",)))
+
+
 def test_delayed_scaling_is_refused_with_the_reason() -> None:
     wrong: Any = "delayed"
     with pytest.raises(ConfigError, match="depends on the lanes that a replica was dealt"):
