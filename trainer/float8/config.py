@@ -25,11 +25,13 @@ _ALIGNED = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """Linear layers of the blocks whose three matrix products are 8-bit, with current scaling.
+    """Linear layers, of the whole model, whose three matrix products are 8-bit, with current
+    scaling.
 
-    Parameters, gradients, optimizer and checkpoints are as without it. The head, layers that
-    share their weight with another, and layers of which a side is no multiple of 16, stay as they
-    are.
+    Parameters, gradients, optimizer and checkpoints are as without it. The head of a transformers
+    model, layers that share their weight with another, and layers of which a side is no multiple of
+    16, stay as they are. A custom model's head is known by `get_output_embeddings()` alone: where
+    there is none, name the head in `keep`.
     """
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
@@ -39,7 +41,8 @@ class Float8:
     """Whether FSDP2 gathers weights in 8 bits, with recipe `tensorwise`: half the bytes of
     bfloat16, and the same bits of the run."""
     keep: tuple[str, ...] = ()
-    """Names or patterns (`*.q_proj`) of layers that stay as they are."""
+    """Names or patterns (`*.q_proj`) of layers that stay as they are, such as the head of a custom
+    model without `get_output_embeddings()`."""
 
     def __post_init__(self) -> None:
         asked: str = self.recipe
