@@ -20,7 +20,8 @@ steps of all rounds, but for the first steps of each process. `--trace` adds a s
 and tells by classes of kernels where it went. What does not fit the GPU, lacks a package, or has no
 time left is a reason in place of numbers.
 
-`--device cpu --tiny` runs the same code on a CPU in a minute; what it measures says nothing.
+`--device cpu --tiny` runs the same code on a CPU in a minute, but for Transformer Engine's, which
+has none there; what it measures says nothing. It exits with 1 where a row breaks.
 `--results DIRECTORY` keeps the result there, by parts and GPU. docs/benchmarks.md has the order for
 a GPU that is lent for minutes.
 """
@@ -35,7 +36,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -171,8 +172,9 @@ def plan_workloads(
 def in_process(
     call: Callable[..., None], *arguments: Any, limit_s: float = SYSTEM_S
 ) -> dict[str, Any]:
-    """What `call` tells in a process of its own, which leaves the GPU empty; or why it did not.
-    What it told before it failed is kept, with the reason as `cut`.
+    """What `call` tells in a process of its own, which leaves the GPU empty; or why it did not, and
+    whether that is `meant`: a library is missing, or the machine cannot. What it told before it
+    failed is kept, with the reason as `cut`.
 
     Args:
         call: gets a `Tell` before its arguments.
@@ -186,23 +188,23 @@ def in_process(
     theirs.close()
     until_s = time.monotonic() + limit_s if torch.cuda.is_available() else None
     found: dict[str, Any] = {}
-    reason: str | None = f"it took more than {limit_s:g} s"
+    end: dict[str, Any] | None = {"skipped": f"it took more than {limit_s:g} s"}
     try:
         while ours.poll(until_s and max(0.0, until_s - time.monotonic())):
             told = ours.recv()
             if told is None or "skipped" in told:
-                reason = told and told["skipped"]
+                end = told
                 break
             found |= told
             say(json.dumps(found))  # a machine that is lent may be taken away
     except EOFError:
-        reason = "its process ended"
-    process.join(0 if reason else END_S)
+        end = {"skipped": "its process ended"}
+    process.join(0 if end else END_S)
     process.kill()
     process.join()
-    if reason:
-        say(reason)
-        return found | {"cut": reason} if found else {"skipped": reason}
+    if end:
+        say(end["skipped"])
+        return found | {"cut": end["skipped"]} if found else end
     return found
 
 
@@ -212,13 +214,13 @@ def _answer(line: Connection, call: Callable[..., None], arguments: Any) -> None
     except RuntimeError as error:
         line.send({"skipped": str(error)})
         return
-    end = None
+    end: dict[str, Any] | None = None
     try:
         call(line.send, *arguments)
     except Skipped as reason:
-        end = {"skipped": str(reason)}
+        end = {"skipped": str(reason), "meant": True}
     except ConfigError as error:  # a library is missing, or the GPU cannot
-        end = {"skipped": str(error)}
+        end = {"skipped": str(error), "meant": True}
     except torch.OutOfMemoryError:
         end = {"skipped": "out of memory"}
     line.send(end)
@@ -324,7 +326,7 @@ def summarise(
     """
     done = [run for run in runs if "skipped" not in run]
     if not done:
-        return {"skipped": runs[0]["skipped"]}
+        return runs[0]
     step_s = statistics.median(seconds for run in done for seconds in run["step_s"])
     pace = work.tokens / step_s
     return {
@@ -353,6 +355,22 @@ def measure_part(part: int, options: argparse.Namespace) -> dict[str, Any]:
     if part == 5:
         return measure_recovery(device, repeats=1 if tiny else 3)
     return measure_steps(part, options)
+
+
+def broken(found: Any, place: str = "") -> Iterator[str]:
+    """What ended as it is not meant to, cut or skipped, with its place and the reason.
+
+    Args:
+        found: the parts' results, or a piece of them.
+        place: of that piece.
+    """
+    if not isinstance(found, dict):
+        return
+    reason = found.get("cut") or ("meant" not in found and found.get("skipped"))
+    if reason:
+        yield f"{place}: {reason}"
+    for key, piece in found.items():
+        yield from broken(piece, f"{place} {key}".lstrip())
 
 
 def machine(tell: Tell, device: str) -> None:
@@ -439,6 +457,8 @@ def main() -> None:
         name = "_".join(["gpu", *found, *at_once, *str(facts["device"]).split()])
         (options.results / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     print_result(result)
+    if options.tiny and (reasons := list(broken(found))):
+        sys.exit("\n".join(reasons))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from benchmarks._gpu_costs import measure_costs, spread
 from benchmarks._gpu_loops import Tell, train_hugging_face
 from benchmarks._gpu_models import Workload, flops_per_token, own_settings, shared_settings
 from benchmarks.gpu import CHANGES, PRODUCTS, in_process, plan_rows, plan_workloads, summarise
+from trainer.errors import ConfigError
 
 TINY = Workload(size="tiny", seq_len=32, samples=4, micro=2, device="cpu")
 
@@ -179,6 +180,56 @@ def tell_and_sleep(tell: Tell, numbers: dict[str, Any]) -> None:
     """One whose trace hangs."""
     tell(numbers)
     sleep_for_ever(tell)
+
+
+def raise_at_once(tell: Tell, *_: Any) -> None:
+    """One that is broken."""
+    raise RuntimeError("a row of the benchmark is broken")
+
+
+def refuse(tell: Tell, *_: Any) -> None:
+    """One that a machine cannot have."""
+    raise ConfigError("train.converters", "TransformerEngine()", "no kernels", "Leave it out")
+
+
+@pytest.mark.parametrize(("tiny", "said"), [(True, "1 tiny at 32 systems plain: "), (False, None)])
+def test_a_tiny_model_s_broken_row_fails_and_one_that_is_refused_does_not(
+    monkeypatch: pytest.MonkeyPatch, tiny: bool, said: str | None
+) -> None:
+    rows = {"plain": ("plain", {}), "ours": ("ours", {})}
+    options = Namespace(
+        tiny=tiny,
+        device="cpu",
+        part=[1],
+        rows=[],
+        seq_lens=[],
+        micro_tokens=gpu.MICRO_TOKENS,
+        rounds=1,
+        steps=1,
+        trace=False,
+        estimates=False,
+        results=None,
+    )
+    for name, value in {
+        "SYSTEMS": {"plain": raise_at_once, "ours": refuse},
+        "plan_rows": lambda *_: rows,
+        "plan_workloads": lambda *_: [TINY],
+        "parse_arguments": lambda: options,
+        "end_properly": lambda: None,
+    }.items():
+        monkeypatch.setattr(gpu, name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if said is None:
+        gpu.main()
+    else:
+        with pytest.raises(SystemExit) as ended:
+            gpu.main()
+        assert ended.value.code == f"{said}its process ended"
+
+
+def test_a_row_that_was_cut_is_broken() -> None:
+    found = {"4": {"bare": 1.0, "cut": "it took more than 5 s"}, "6": {"skipped": "no time left"}}
+    assert list(gpu.broken(found)) == ["4: it took more than 5 s", "6: no time left"]
 
 
 @pytest.mark.parametrize("failure", [{"skipped": "out of memory"}, {}])
