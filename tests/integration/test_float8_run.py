@@ -11,6 +11,7 @@ import pytest
 from checkpointing import CheckpointConfig
 from elastic import TrainConfig
 from tests.support.tiny import fit, tiny_task, tiny_train, tiny_trainer
+from tests.support.watching import events_of
 from trainer.float8.config import Float8
 
 pytestmark = pytest.mark.soak
@@ -38,3 +39,5 @@ def test_a_checkpoint_crosses_over(cluster: None, text: Path, tmp_path: Path) ->
     losses = go_on(12, **plain)
     assert len(losses) == 12
     assert losses[-1] < losses[0]
+    started = events_of(tmp_path / "run", "run_started")
+    assert [event["start_step"] for event in started] == [0, 4, 8]
