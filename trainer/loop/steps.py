@@ -260,9 +260,11 @@ class TrainLoop:
             ids, samples = self.loader.take()
             taken.append(ids)
             batch = self.engine.take(samples)
-            self.enter(step, "compile" if self.engine.compiles_next else "forward")
+            compiles = self.engine.compiles_next  # backward, too, in its first run
+            self.enter(step, "compile" if compiles else "forward")
             loss, count = self.engine.task.loss(self.engine.model, batch)
-            self.enter(step, "backward")
+            if not compiles:
+                self.enter(step, "backward")
             if index < last:
                 self.engine.backward(loss)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.support.counting_backend import Counting
 from tests.support.data_plane import make_engine
+from tests.support.quiet_link import QuietLink
 from tests.support.tiny import tiny_task, tiny_train
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
@@ -25,8 +26,12 @@ from trainer.errors import ConfigError
 from trainer.float8.config import Float8
 from trainer.loop import compile_ahead as module
 from trainer.loop.compile_ahead import compile_ahead, rehearse
+from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.phases import Phase
+from trainer.loop.steps import TrainLoop
 from trainer.parallel import apply
 from trainer.parallel.compiled import compile_blocks
+from trainer.replication.replicas import CrossGroup
 from trainer.tasks.task import PreparedTask
 
 
@@ -60,6 +65,66 @@ def test_the_first_replica_compiles_nothing_more(
     leave_replica_group()
     assert backend.graphs == 1
     assert backend.calls == 2 * 2  # blocks, by engines
+
+
+@dataclass
+class Noting(QuietLink):
+    """Notes the phases that the worker enters."""
+
+    phases: list[Phase] = field(default_factory=list)
+
+    def at_step(self, step: int, phase: Phase) -> None:
+        """See Link."""
+        self.phases.append(phase)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "first"), [(False, ["compile"]), (True, ["forward", "backward"])]
+)
+@pytest.mark.usefixtures("backend")
+def test_a_first_micro_batch_is_in_compile_until_its_backward_ends(
+    text: Path, tmp_path: Path, port: int, ahead: bool, first: list[Phase]
+) -> None:
+    """Backward is compiled in its first run, and no pace of steps bounds that."""
+    train = tiny_train(text, compile="require", lanes=1, micro_batch=4, steps=1, eval_samples=0)
+    task = train.task.prepare(train, str(tmp_path))
+    meet, link = Rendezvous(host="127.0.0.1", port=port, timeout_s=60), Noting()
+    engine = make_engine(0, meet, task, train)
+    if ahead:
+        compile_ahead(engine, 1)
+        engine.initialize()
+    cross = CrossGroup(
+        meet,
+        "cross",
+        lanes=[(0,)],
+        total_lanes=1,
+        rank=0,
+        device="cpu",
+        leave_now=lambda: False,
+    )
+    loop = TrainLoop(
+        engine,
+        cross,
+        engine.make_sums(1, 1),
+        lanes=(0,),
+        progress=Progress(),
+        config=LoopConfig(
+            lanes=1, save_every=None, compare_every=None, max_nonfinite_steps=1, until=1
+        ),
+        link=link,
+    )
+    assert loop.try_step() is not None
+    assert link.phases[: link.phases.index("reduce")] == [
+        "data",
+        *first,
+        "data",
+        "forward",
+        "backward",
+    ]
+    cross.close()
+    assert loop.loader is not None
+    loop.loader.close()
+    loop.clock.close()
 
 
 @pytest.mark.parametrize(
