@@ -80,7 +80,9 @@ _cross_groups: list[Any] = []
 
 def torch_device(device: Device) -> torch.device:
     """This worker's device. Ray shows each worker only its own GPU, so that is always index 0.
-    Asked for before anything else touches CUDA, which reads its environment once."""
+    Asked for before anything else touches CUDA, which reads its environment once, and before the
+    first group is made."""
+    nccl_settings.limit_debug(os.environ)
     if device == "cuda":
         nccl_settings.settle(os.environ)
         torch.cuda.set_device(0)
@@ -90,7 +92,8 @@ def torch_device(device: Device) -> torch.device:
 
 def device_name(device: Device) -> str:
     """This worker's GPU, as CUDA names it; empty on a CPU."""
-    return torch.cuda.get_device_name(torch_device(device)) if device == "cuda" else ""
+    place = torch_device(device)
+    return torch.cuda.get_device_name(place) if device == "cuda" else ""
 
 
 def make_replica_group(
@@ -111,11 +114,12 @@ def make_replica_group(
     """
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
+    place = torch_device(device)
     global _connections, _batches_before
     _connections, _batches_before = Connections(), batches_begun()
     _aborted.clear()
     if device == "cuda":
-        options["device_id"] = torch_device(device)
+        options["device_id"] = place
     # c10d numbers groups, and the number is part of their keys in the store. One that was left
     # while it was made has used up the first number here, but not at a peer that is new.
     dist.distributed_c10d._world.group_count = 0

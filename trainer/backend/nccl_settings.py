@@ -1,8 +1,9 @@
-"""What c10d, NCCL and CUDA must do, and must not do, so that a run outlives a collective on NCCL
-that fails, and none waits for ever.
+"""What c10d, NCCL and CUDA must do, and must not do, so that a run outlives a collective that
+fails, and none waits for ever.
 
-Clusters export `TORCH_NCCL_*` for jobs that end with the first fault. With those this one would,
-too, so they are set over whatever the cluster says. Nothing else is touched here.
+Clusters export `TORCH_NCCL_*` and `TORCH_DISTRIBUTED_DEBUG` for jobs that end with the first fault.
+With those this one would, too, so they are set over whatever the cluster says. Nothing else is
+touched here.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import MutableMapping
 
+import torch.distributed as dist
+
 log = logging.getLogger(__name__)
 
 NEEDED = {
     # A failed collective must end in an exception here, not in the end of the process,
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # which this one would turn on again,
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
     # nor may it tell processes that are not in it.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     # An error of the device must not end the process before its worker has said what it was: c10d's
@@ -47,9 +52,23 @@ AT_LEAST = {
 _told: set[str] = set()
 
 
+DEBUG = "TORCH_DISTRIBUTED_DEBUG"
+"""c10d's debug level, which torch reads when it is imported."""
+
+
+def limit_debug(environment: MutableMapping[str, str]) -> None:
+    """Takes c10d's debug level from DETAIL to INFO, in `environment` and in torch, with one warning
+    in a process. With DETAIL each group, on Gloo as well, gets a second one, made on the thread
+    that asks for it, which hears no call; and NCCL's failed collectives end the process. Called
+    before the first group is made."""
+    if environment.get(DEBUG, "").upper() == "DETAIL":
+        _set(environment, DEBUG, "INFO", fits=False)
+        dist.set_debug_level(dist.DebugLevel.INFO)
+
+
 def settle(environment: MutableMapping[str, str]) -> None:
-    """Sets what must be so in `environment`, with one warning in a process for each value that
-    somebody had set otherwise. Called before CUDA starts."""
+    """Sets what must be so on a GPU in `environment`, with one warning in a process for each value
+    that somebody had set otherwise. Called before CUDA starts."""
     for name, value in NEEDED.items():
         _set(environment, name, value, fits=environment.get(name) in (None, value))
     for name, least in AT_LEAST.items():

@@ -8,9 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from trainer.backend import groups, nccl_settings
+from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.nccl_settings import AT_LEAST, NEEDED, settle
+from trainer.backend.rendezvous import Rendezvous
+from trainer.parallel.layout import ParallelDims
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +75,41 @@ def test_it_is_there_when_cuda_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert groups.device_name("cuda") == "a GPU"
     assert {name: at_start[name] for name in NEEDED} == NEEDED
     assert at_start["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+def test_debugging_does_not_turn_the_handling_of_errors_on_again() -> None:
+    """c10d takes its debugging of collectives out of step for a wish to end with an error."""
+    environment = {"TORCH_NCCL_DESYNC_DEBUG": "1"}
+    settle(environment)
+    assert environment["TORCH_NCCL_DESYNC_DEBUG"] == "0"
+
+
+@pytest.fixture
+def debug_level() -> Iterator[None]:
+    """Put back at the end, after what the test has set."""
+    before = dist.get_debug_level()
+    yield
+    dist.set_debug_level(before)
+
+
+@pytest.mark.parametrize(("asked", "told"), [("detail", True), ("DETAIL", True), ("INFO", False)])
+@pytest.mark.usefixtures("debug_level")
+def test_no_group_is_wrapped_in_one_that_hears_no_call(
+    asked: str,
+    told: bool,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", asked)
+    dist.set_debug_level_from_env()  # as when torch is imported
+    meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
+    with caplog.at_level(logging.WARNING):
+        make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
+    group: object = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert isinstance(group, dist.ProcessGroupGloo)
+    assert dist.get_debug_level() == dist.DebugLevel.INFO
+    assert os.environ["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
+    found = f"TORCH_DISTRIBUTED_DEBUG={asked} is set to INFO" in caplog.text
+    assert found == told
+    leave_replica_group()
