@@ -26,7 +26,7 @@ def origin_of(error: BaseException) -> Origin:
     Gloo raises bare RuntimeErrors, as users do; but when one of its collectives fails, or a peer is
     gone, a connection of the group is closed. NCCL, cuBLAS and others raise them where the GPU has
     failed; but since then it answers everything with its error. A type derived from RuntimeError is
-    the code's.
+    the code's, and so is a bare one for memory that CUDA's allocator has not been asked for.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "memory"
