@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_found_named_and_healed(
 
 @SOAK
 def test_a_bit_that_flips_in_one_shard_is_undone_though_the_others_are_equal(
-    text: Path, tmp_path: Path
+    cluster: None, text: Path, tmp_path: Path
 ) -> None:
     """The checkpoint of step 8 holds it. Slot 1 is shard 1 of the first replica, whose lead has
     shard 0 and finds it equal."""
