@@ -3,6 +3,7 @@
 TrainerError
 ├── ConfigError          what the user wrote cannot work; raised before anything starts
 ├── CompileError         a block that must be compiled cannot be, on any worker
+├── CompilerFailed       torch's compiler failed here: on one machine, or on all
 ├── NonFiniteError       too many steps in a row had a non-finite loss or gradient
 ├── LedgerError          (samples.py) a step committed other samples than it should have
 ├── TokensCorruptError   (data/index.py) a token file is not what its index says, or not there
@@ -60,10 +61,11 @@ class ConfigError(TrainerError):
 
 
 def describe(error: Exception) -> str:
-    """What there is to say of an exception that is being handled: of one about the settings its
-    words, of another its traceback. What UTF-8 cannot hold in it, as of the name of a file, is
-    escaped: Ray's `sys.stderr` and the run's records would not take it."""
-    said = str(error) if isinstance(error, ConfigError) else traceback.format_exc()
+    """What there is to say of an exception that is being handled: of one about the settings or the
+    compiler its words, of another its traceback. What UTF-8 cannot hold in it, as of the name of a
+    file, is escaped: Ray's `sys.stderr` and the run's records would not take it."""
+    in_words = isinstance(error, ConfigError | CompilerFailed)
+    said = str(error) if in_words else traceback.format_exc()
     return said.encode(errors="backslashreplace").decode()
 
 
@@ -105,6 +107,27 @@ class CompileError(TrainerError):
             f"{self.what} cannot be compiled: {self.fact}. Change its code "
             f"(TORCH_LOGS=graph_breaks says where), keep its shapes the same from micro-batch to "
             f"micro-batch, or use train.compile = 'off'."
+        )
+
+
+class CompilerFailed(TrainerError):
+    """What is behind torch.compile has failed on this worker. That may be its machine's doing, so
+    nothing falls back: the others would have other bits.
+
+    Args:
+        what: such as `block model.layers.0`.
+        fact: why, by torch.
+    """
+
+    def __init__(self, what: str, fact: str) -> None:
+        super().__init__(what, fact)
+        self.what, self.fact = what, fact
+
+    def __str__(self) -> str:
+        return (
+            f"torch's compiler failed on {self.what}: {self.fact}. If it does on one machine only, "
+            f"mend that (a C++ compiler, Triton on a GPU, space for what is compiled); if on all, "
+            f"change its code, or use train.compile = 'off'."
         )
 
 

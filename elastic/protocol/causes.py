@@ -177,6 +177,15 @@ DEVICE_ASSERT = register_cause(
         needs_change=True,
     ),
 )
+COMPILER = register_cause(
+    "compiler",
+    CauseEntry(  # not `needs_change`: it may be the machine that lacks a compiler
+        text="torch's compiler failed",
+        budget="max_crashes",
+        color="#8b6b9e",
+        repeats=True,
+    ),
+)
 COLLECTIVE = register_cause(
     "collective",
     CauseEntry(

@@ -30,6 +30,7 @@ import torch
 from elastic.errors import RunFailedError
 from elastic.protocol.causes import (
     COLLECTIVE,
+    COMPILER,
     DEVICE_ASSERT,
     GPU_ERROR,
     GPU_MEMORY,
@@ -91,6 +92,7 @@ _CAUSES: dict[Origin, Cause] = {
     "device": GPU_ERROR,
     "ecc": GPU_MEMORY,
     "assert": DEVICE_ASSERT,
+    "compiler": COMPILER,
     "code": USER_ERROR,
 }
 """What a worker is lost for, by the origin of its exception."""

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from trainer.backend.groups import replica_connections
-from trainer.errors import GroupError
+from trainer.errors import CompilerFailed, GroupError
 
-Origin = Literal["group", "memory", "device", "ecc", "assert", "code"]
+Origin = Literal["group", "memory", "device", "ecc", "assert", "compiler", "code"]
 """A process group or its rendezvous; memory that ran out; the GPU or its driver; the GPU's memory,
-which has lost bits; a check in a kernel; the code."""
+which has lost bits; a check in a kernel; torch's compiler; the code."""
 
 _OF_CUDA: dict[int | None, Origin] = {2: "memory", 214: "ecc", 710: "assert"}
 """cudaError_t: cudaErrorMemoryAllocation, cudaErrorECCUncorrectable, cudaErrorAssert. All others
@@ -35,6 +35,8 @@ def origin_of(error: BaseException) -> Origin:
     lasting = lasting_device_error()
     if lasting is not None:
         return _OF_CUDA.get(_code_of(lasting), "device")
+    if isinstance(error, CompilerFailed):
+        return "compiler"
     if isinstance(error, GroupError | dist.DistError):
         return "group"
     if type(error) is RuntimeError and replica_connections().lost():

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from trainer.errors import CompileError, ConfigError
+from trainer.errors import CompileError, CompilerFailed, ConfigError
 from trainer.optimizer import Optimizer, master_dtype, moment_dtype
 from trainer.parallel.compiled import Compile
 from trainer.rounded_adamw import RoundedAdamW
@@ -148,7 +148,7 @@ def try_optimizer(
     config.check()
     try:
         return _Trial(config, device, compiled).run()
-    except (ConfigError, CompileError):
+    except (ConfigError, CompileError, CompilerFailed):
         raise
     except Exception as error:
         raise ConfigError(

@@ -6,8 +6,8 @@ they are. Blocks that are alike share one graph. Shapes are static, so that a gr
 on what else its worker has seen: all workers have the same graphs, and with them the same bits.
 
 What a block's code makes impossible is so on every worker: each falls back by itself, and all do.
-What goes wrong on one machine alone (no compiler, no space) raises there, as torch raises it: that
-worker would otherwise go on with other bits than its peers.
+What goes wrong on one machine alone (no compiler, no space) raises there: that worker would
+otherwise go on with other bits than its peers.
 Source: torchtitan, `apply_compile` (recomputation, then compilation by block, then FSDP2).
 """
 
@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainer.errors import CompileError
+from trainer.errors import CompileError, CompilerFailed
 
 log = logging.getLogger(__name__)
 
@@ -228,6 +228,13 @@ class _Compiled:
             self._works = False
             log.warning("not compiled, on any worker: %s", self._refusal(error))
             return self._plain(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if _instead.get() is not None:
+                raise  # a dry run's, which is no compiler
+            log.exception("torch's compiler failed on %s", self._name)  # what is raised says less
+            why = error.inner_exception
+            fact = f"{type(why).__name__}: {_first_line(why)}"
+            raise CompilerFailed(self._name, fact) from error
         self._works = True
         return result
 
@@ -249,7 +256,11 @@ class _Compiled:
         return compiled
 
     def _refusal(self, error: Exception) -> CompileError:
-        return CompileError(self._name, str(error).strip().partition("\n")[0])
+        return CompileError(self._name, _first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _code_of(function: Any) -> CodeType:

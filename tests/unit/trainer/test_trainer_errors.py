@@ -12,6 +12,7 @@ from tests.support import ROOT
 from trainer.data.index import TokensCorruptError
 from trainer.errors import (
     CompileError,
+    CompilerFailed,
     ConfigError,
     CrossGroupLost,
     ExchangeError,
@@ -29,6 +30,7 @@ ALL: list[TrainerError] = [
     ConfigError("train.steps", 0, "must be at least 1", "Use 1 or more"),
     NonFiniteError(7, 3, (4, 5, 6)),
     CompileError("block model.layers.0", "it calls print"),
+    CompilerFailed("block model.layers.0", "no space left on device"),
     NetworkError("p5.48xlarge", 32, ("NET/OFI No eligible providers were found",), "/r/w1.log"),
     CrossGroupLost("left for a regroup"),
     HealError("nothing came for 300 s"),

@@ -10,7 +10,7 @@ from trainer.backend import origin as origin_module
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.silence import Connections
-from trainer.errors import GroupError
+from trainer.errors import CompilerFailed, GroupError
 
 
 def of_cuda(code: int) -> torch.AcceleratorError:
@@ -36,6 +36,7 @@ def of_cuda(code: int) -> torch.AcceleratorError:
         (of_cuda(214), "ecc"),
         (of_cuda(710), "assert"),
         (RuntimeError(f"[gloo] nccl: {LEFT}; a peer did not come; CUDA out of memory"), "code"),
+        (CompilerFailed("the loss", "connection reset by peer"), "compiler"),
         (ValueError("connection reset by peer"), "code"),
     ],
 )

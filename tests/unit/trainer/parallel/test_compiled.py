@@ -18,15 +18,17 @@ from torch import nn
 from tests.support import layered_llama
 from tests.support.counting_backend import Counting
 from tests.support.layered_llama import LAYERS, VOCABULARY, loss_of
+from trainer.backend.origin import origin_of
 from trainer.config import TrainConfig
 from trainer.engine.build import build_model
-from trainer.errors import CompileError, ConfigError
+from trainer.errors import CompileError, CompilerFailed, ConfigError, describe
 from trainer.models.family import HUGGING_FACE
 from trainer.parallel import compiled as compiled_blocks
 from trainer.parallel.compiled import (
     CACHE,
     compile_blocks,
     compile_function,
+    compiled_by,
     keep_compiled,
     private_directory,
 )
@@ -280,15 +282,22 @@ def test_shapes_without_end_stop_the_run(
             model(torch.ones(samples, 2))
 
 
-def test_a_backend_that_fails_is_no_reason_to_fall_back() -> None:
-    """It is this machine's, and its peers would not."""
+def test_a_backend_that_fails_is_no_reason_to_fall_back(caplog: pytest.LogCaptureFixture) -> None:
+    """It is this machine's, and its peers would not. One error says which block, in few words; the
+    log has all that torch says."""
     torch._dynamo.reset()
 
     def broken(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        raise OSError("no compiler here")
+        raise OSError("no compiler here\nand more of it")
 
     model: Any = stack(nn.Sequential(nn.Linear(2, 2)), backend=broken)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no compiler here"):
+    with pytest.raises(
+        CompilerFailed, match=r"blocks\.0: OSError: no compiler here\. If"
+    ) as failed:
+        model(torch.ones(1, 2))
+    assert origin_of(failed.value) == "compiler" and describe(failed.value) == str(failed.value)
+    assert "and more of it" in caplog.text and "Traceback" in caplog.text
+    with compiled_by(broken), pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
         model(torch.ones(1, 2))
 
 
