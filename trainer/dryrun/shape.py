@@ -7,11 +7,13 @@ import tempfile
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.config import TrainConfig
 from trainer.data import SampleSource
 from trainer.data.order import Ids
+from trainer.data.token_batch import TokenBatch
 from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.task import PreparedTask
 
@@ -51,21 +53,34 @@ class _Shape(PreparedCausalLM):
 
     def train_data(self) -> SampleSource:
         """See PreparedTask."""
-        return _Tokens(self.seq_len)
+        return self._tokens()
 
     def eval_data(self) -> SampleSource | None:
         """See PreparedTask."""
-        return _Tokens(self.seq_len) if self.holds_out else None
+        return self._tokens() if self.holds_out else None
+
+    def _tokens(self) -> _Tokens:
+        return _Tokens(self.seq_len, apart=self.end_id is not None)
 
 
 class _Tokens:
-    """Samples of no content."""
+    """Samples of no content, each one text.
 
-    def __init__(self, seq_len: int) -> None:
-        self._seq_len = seq_len
+    Args:
+        seq_len: inputs per sample, in tokens.
+        apart: they come with word of where their texts begin, as a `TextDataset`'s.
+    """
+
+    def __init__(self, seq_len: int, *, apart: bool) -> None:
+        self._seq_len, self._apart = seq_len, apart
 
     def __len__(self) -> int:
         return 1 << 20
 
-    def batch(self, ids: Ids) -> torch.Tensor:
-        return torch.zeros(len(ids), self._seq_len + 1, dtype=torch.int64)
+    def batch(self, ids: Ids) -> torch.Tensor | TokenBatch:
+        windows = torch.zeros(len(ids), self._seq_len + 1, dtype=torch.int64)
+        if not self._apart:
+            return windows
+        positions = torch.arange(self._seq_len).repeat(len(ids), 1)
+        starts = [np.zeros(1, np.int64)] * len(ids)
+        return TokenBatch.of(windows)._replace(positions=positions, documents=starts)

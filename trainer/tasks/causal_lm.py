@@ -258,6 +258,7 @@ class PreparedCausalLM:
             train_path="",
             eval_path="",
             pretrained=None,
+            end_id=0 if task.texts == "apart" else None,  # no text ends, but attention is that one
             family=family,
             info={},
         )

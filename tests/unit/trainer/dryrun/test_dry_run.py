@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.small_llama import SETTINGS, small_train
+from tests.support.tiny import tiny_task, tiny_train
 from trainer.config import OffloadConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.dryrun.changes import plan_changes
 from trainer.dryrun.judge import Judge
@@ -55,6 +56,24 @@ def test_state_is_a_share_of_the_model(sharded: RankNeeds) -> None:
     assert parts["optimizer"] == pytest.approx(2 * share, rel=0.01)
     # Two lanes in a tree: one whole, one open, whose place the reduced gradient takes.
     assert parts["gradients"] == pytest.approx(2 * share, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"compile": "require"}, {"parallel": ParallelConfig(context=2)}],
+    ids=["alone", "compiled", "context 2"],
+)
+def test_texts_apart_are_tried_with_the_attention_that_they_have(
+    text: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """The text tells where they begin, and a dry run reads none."""
+    train = tiny_train(text, task=replace(tiny_task(text), texts="apart"), **changes)
+    prepared = train.task.prepare(train, str(tmp_path))
+    without_text, with_it = (
+        dry_run(train, replicas=2, device="cpu", task=task) for task in (None, prepared)
+    )
+    assert without_text.components == with_it.components
+    assert without_text.evaluation_bytes == with_it.evaluation_bytes
 
 
 def test_one_worker_holds_no_copy_of_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

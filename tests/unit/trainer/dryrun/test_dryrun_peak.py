@@ -61,6 +61,7 @@ GPT2 = {
     **{"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 4096, "n_positions": 512},
     **{"bos_token_id": None, "eos_token_id": None},
 }
+APART = small_train(task=replace(small_train().task, texts="apart"))
 EXPERTS = {**SETTINGS, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 LAYOUTS = {
@@ -74,6 +75,7 @@ LAYOUTS = {
     ),
     "tensor 2": (small_train(tensor=2), 1),
     "context 2": (small_train(parallel=ParallelConfig(context=2)), 1),
+    "texts apart": (APART, 1),
     "one lane, two replicas": (small_train(lanes=2, bucket_bytes=2**20), 2),
     "three lanes each, of which those of the second replica need more": (
         small_train(lanes=6, global_batch=12, bucket_bytes=2**20),
@@ -135,6 +137,7 @@ LAYOUTS = {
         small_train(compile="require", parallel=ParallelConfig(context=2), global_batch=16),
         1,
     ),
+    "compiled, texts apart": (replace(APART, compile="require", global_batch=16), 1),
     "compiled, GPT-2": (of_text("gpt2", GPT2, compile="require", global_batch=16), 1),
     "compiled, a mixture of experts": (
         of_text("mixtral", EXPERTS, precision="bfloat16", compile="on"),
