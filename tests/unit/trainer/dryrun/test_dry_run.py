@@ -547,7 +547,8 @@ def test_a_change_that_cannot_be_is_passed_over() -> None:
     train, small = without_blocks(), replace(without_blocks(), micro_batch=1)
     assert nearest_for(train, small, 2) == "micro_batch=1"
     sharded = replace(small, parallel=ParallelConfig(shard=2))
-    assert nearest_for(train, sharded, 1) == "micro_batch=1, shard=2, max_replicas=1"
+    text = "micro_batch=1, lane_buffers=1, shard=2, max_replicas=1"  # one replica of two lanes
+    assert nearest_for(train, sharded, 1) == text
     assert nearest_for(without_blocks(strategy="NO_SHARD"), sharded, 1) is None
 
 
