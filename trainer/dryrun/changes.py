@@ -27,7 +27,9 @@ _Step = tuple[str, dict[str, Any]]
 """A setting as the user writes it, and as fields of a TrainConfig."""
 
 
-def plan_changes(train: TrainConfig, replicas: int, *, blocks: bool) -> Iterator[Change]:
+def plan_changes(
+    train: TrainConfig, replicas: int, *, blocks: bool, smaller: bool = True
+) -> Iterator[Change]:
     """What to try: nothing that changes what is learned. First what costs least, each by itself;
     then what holds fewer activations, each on top of those before it; then another layout, of the
     same lanes. What is offloaded is tried beside these: the host may lack the room for it.
@@ -36,6 +38,7 @@ def plan_changes(train: TrainConfig, replicas: int, *, blocks: bool) -> Iterator
         train: the settings of the run.
         replicas: that it has at most.
         blocks: whether the model has repeated blocks.
+        smaller: whether smaller micro-batches learn the same.
     """
     lanes = train.lanes or replicas
     light, lighter = _light(train, lanes, replicas), list[_Step]()
@@ -53,7 +56,7 @@ def plan_changes(train: TrainConfig, replicas: int, *, blocks: bool) -> Iterator
     if blocks and train.offload is None:
         away = [("offload=OffloadConfig()", {"offload": OffloadConfig()})]
         yield _change(train, [*lighter, *away], replicas)
-    if train.micro_samples(lanes) > 1:
+    if smaller and train.micro_samples(lanes) > 1:
         lighter.append(("micro_batch=1", {"micro_batch": 1}))
         yield _change(train, lighter, replicas)
         if away:

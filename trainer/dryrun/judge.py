@@ -53,14 +53,12 @@ class Judge:
         """The first change that fits, by a dry run of each; None where none does. One that does not
         go with the model, or with the strategy that is wanted, is passed over, and so is one that
         cannot be tried dry."""
-        for change in plan_changes(train, replicas, blocks=self._has_blocks(train)):
+        task = self.task or prepare_shape(train)
+        blocks = bool(family_of_task(task).blocks(build_model(task, train)[0]))
+        smaller = not getattr(task, "router_coefficient", 0)  # a loss of each whole micro-batch
+        for change in plan_changes(train, replicas, blocks=blocks, smaller=smaller):
             with suppress(Exception):  # of torch, and of a compiler
                 change.train.parallel.layout(change.replicas)
                 if self.judge(change.train, change.replicas).fits:
                     return change
         return None
-
-    def _has_blocks(self, train: TrainConfig) -> bool:
-        """Whether the model has repeated blocks, that could be recomputed."""
-        task = self.task or prepare_shape(train)
-        return bool(family_of_task(task).blocks(build_model(task, train)[0]))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from elastic import ModelConfig
 from tests.support.small_llama import SETTINGS, small_train
 from tests.support.tiny import tiny_task, tiny_train
 from trainer.config import OffloadConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -550,6 +551,17 @@ def test_a_change_that_cannot_be_is_passed_over() -> None:
     text = "micro_batch=1, lane_buffers=1, shard=2, max_replicas=1"  # one replica of two lanes
     assert nearest_for(train, sharded, 1) == text
     assert nearest_for(without_blocks(strategy="NO_SHARD"), sharded, 1) is None
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_router_s_loss_keeps_its_micro_batches(asked: bool) -> None:
+    """It is of all tokens of one: of smaller ones it would be another, and others be learned."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": asked}
+    model = ModelConfig(architecture="mixtral", settings={**SETTINGS, **experts})
+    task = replace(small_train().task, model=model, loss_chunk=16)
+    train = small_train(task=task, precision="bfloat16", recompute="full", global_batch=16)
+    found = nearest_for(train, replace(train, micro_batch=1), 1, before=1)
+    assert found == (None if asked else "micro_batch=1")
 
 
 def test_attention_takes_more_in_backward_where_keys_have_fewer_heads() -> None:
