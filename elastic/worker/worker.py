@@ -20,7 +20,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NoReturn
 
@@ -37,6 +37,7 @@ from elastic.protocol.causes import (
     OUT_OF_MEMORY,
     USER_ERROR,
     Cause,
+    entry_of,
 )
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
@@ -147,7 +148,8 @@ class Worker:
         self.finished = False
         job.task.warm_up()
         warm_up()
-        warm_device(job.scaling.device)
+        with self.telling():
+            warm_device(job.scaling.device)
         # What is there now stays: the collections of `leave_replica` need not look through it.
         gc.collect()
         gc.freeze()
@@ -160,6 +162,18 @@ class Worker:
             self.job.paths.nccl_log(self.identity.worker), allow_tcp=self.job.scaling.allow_tcp
         )
 
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Where the device fails for good in the block, before this worker has a place: says so, as
+        of a step, and exits. All else is raised."""
+        try:
+            yield
+        except Exception as error:
+            cause = _CAUSES[origin_of(error)]
+            if not entry_of(cause).lasts:
+                raise
+            self.recover(describe(error), cause)
+
     def rehearse(self) -> None:
         """Compiles while nobody waits for this worker, and a spare before it has a place. A GPU
         gets its kernels so, too: in a first step the peers would wait while they are loaded. Not of
@@ -168,13 +182,14 @@ class Worker:
         kernels = job.scaling.device == "cuda" and isinstance(job.task, PreparedCausalLM)
         if job.train.compile != "off" or kernels:
             self.link.at_step(NO_STEP, "compile")
-            rehearse(
-                job.task,
-                job.train,
-                lanes=job.lanes,
-                max_replicas=most_replicas(job.scaling.max_replicas),
-                device=job.scaling.device,
-            )
+            with self.telling():
+                rehearse(
+                    job.task,
+                    job.train,
+                    lanes=job.lanes,
+                    max_replicas=most_replicas(job.scaling.max_replicas),
+                    device=job.scaling.device,
+                )
             gc.freeze()  # as in the beginning: a compiler is many objects
 
     def run(self) -> None:

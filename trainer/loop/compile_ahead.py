@@ -9,6 +9,7 @@ import logging
 import torch
 
 from trainer.backend.groups import Device, without_peers
+from trainer.backend.origin import lasting_device_error
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.errors import describe
@@ -26,8 +27,8 @@ def rehearse(
     """What a worker does before it has a place, and alone: builds its part of a replica, and sends
     a micro-batch through it. Its blocks are compiled then, into the node's cache, and its device
     has the kernels. What goes wrong here is told, and nothing comes of it: it comes again where
-    the worker gets a place. The process may be in no group. The weights are 0, or with two levels
-    anything.
+    the worker gets a place, unless the device has failed for good. The process may be in no group.
+    The weights are 0, or with two levels anything.
 
     Args:
         task: what is learned.
@@ -35,6 +36,9 @@ def rehearse(
         lanes: of the run.
         max_replicas: see `Engine`.
         device: the worker's.
+
+    Raises:
+        torch.AcceleratorError: the device answers everything with it from now on.
     """
     try:
         with without_peers(train.parallel.dims, device) as mesh:
@@ -45,6 +49,8 @@ def rehearse(
             compile_ahead(engine, lanes)
             del engine, mesh
     except Exception as error:
+        if (lasting := lasting_device_error()) is not None:
+            raise lasting from error
         log.warning("this worker's rehearsal has failed; it joins without: %s", describe(error))
     gc.collect()  # after a failure its traceback has held the model until now
     if device == "cuda":

@@ -167,6 +167,25 @@ def test_what_fails_in_it_is_told_and_leaves_nothing_behind(
     leave_replica_group()
 
 
+def test_a_device_that_has_failed_for_good_is_no_failed_rehearsal(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes next on it would fail as well, and nobody would say for what."""
+    train = tiny_train(text)
+    task = train.task.prepare(train, str(tmp_path))
+    lasting = torch.AcceleratorError("an illegal memory access")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+
+    monkeypatch.setattr(module, "compile_ahead", fail)
+    monkeypatch.setattr(module, "lasting_device_error", lambda: lasting)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        rehearsed(task, train)
+    assert raised.value is lasting and "CUBLAS" in str(raised.value.__cause__)
+    assert not dist.is_initialized()
+
+
 def test_settings_that_cannot_work_are_told_without_a_traceback(
     text: Path,
     tmp_path: Path,
