@@ -23,7 +23,7 @@ from trainer.backend.groups import (
     torch_device,
 )
 from trainer.config import TrainConfig
-from trainer.engine.batches import to_device, upload
+from trainer.data.batches import to_device, upload
 from trainer.engine.build import build_model, family_of_task
 from trainer.engine.flat_layout import FlatLayout
 from trainer.engine.names import PARAMETERS

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from trainer.data import SampleSource
+from trainer.data.batches import pinned
 from trainer.data.order import Ids
-from trainer.engine.batches import pinned
 from trainer.loop.draws import DrawnError, Draws
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ import torch
 from trainer.backend.groups import let_go_of_ended
 from trainer.config import TrainConfig
 from trainer.data import SampleSource
-from trainer.engine.batches import upload
+from trainer.data.batches import upload
 from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.loop.between_steps import BetweenSteps

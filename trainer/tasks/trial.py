@@ -42,6 +42,7 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
     """
     import torch
 
+    from trainer.data.batches import to_device
     from trainer.models.init import saved_buffers
 
     before = {name: buffer.clone() for name, buffer in saved_buffers(model).items()}
@@ -54,7 +55,8 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
         for strict in (True, False) if determinism == "strict" else (False,):
             try:
                 with _deterministic(strict):
-                    answers.append(task.loss(model, data.batch(ids)))
+                    batch = to_device(data.batch(ids), torch.device("cpu"))  # as workers see it
+                    answers.append(task.loss(model, batch))
                 return
             except Exception as error:  # the user's code
                 errors.append(error)

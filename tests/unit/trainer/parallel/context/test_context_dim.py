@@ -13,9 +13,9 @@ import torch
 from tests.support.small_llama import small_train
 from trainer.config import ParallelConfig
 from trainer.data import TextDataset
+from trainer.data.batches import to_device
 from trainer.data.token_batch import TokenBatch
 from trainer.data.tokens import TokenWriter
-from trainer.engine.batches import to_device
 from trainer.errors import ConfigError
 from trainer.parallel.context.dim import ContextParallel
 from trainer.parallel.context.precision import check_kernel
