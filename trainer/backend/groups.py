@@ -68,6 +68,9 @@ _LEAVING_S = 60.0
 _connections = Connections()
 """Of the replica's group."""
 
+_device: Device = "cpu"
+"""Of the replica's group, or of the last one."""
+
 _aborted = threading.Event()
 """The replica's group was aborted, on NCCL."""
 
@@ -115,8 +118,8 @@ def make_replica_group(
     listen_towards(rendezvous.host, rendezvous.port)
     options: dict[str, Any] = {}
     place = torch_device(device)
-    global _connections, _batches_before
-    _connections, _batches_before = Connections(), batches_begun()
+    global _connections, _batches_before, _device
+    _connections, _batches_before, _device = Connections(), batches_begun(), device
     _aborted.clear()
     if device == "cuda":
         options["device_id"] = place
@@ -465,7 +468,7 @@ def end_replica_collectives() -> None:
 
 
 def _abort_replica_group(connections: Connections) -> None:
-    if not torch.cuda.is_initialized():
+    if _device == "cpu":  # whatever a dataset does on a GPU
         # Gloo waits for a machine that is gone, and destroying the group does, too, with the lock.
         connections.cut()
     with _ending:

@@ -7,8 +7,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from trainer.backend.groups import abort_groups, make_replica_group
+from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.silence import Connections, towards
+from trainer.parallel.layout import ParallelDims
 
 _LOOKS = 1000
 
@@ -50,3 +54,22 @@ def test_a_connection_is_cut_though_another_thread_looks_at_it(
             Connections(towards(looked_at) - before).cut()
             made.setblocking(False)
             assert made.recv(1) == b""  # else it blocks, which raises
+
+
+def test_a_call_cuts_those_of_a_group_on_gloo_though_something_else_uses_cuda(
+    server: socket.socket, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a dataset that decodes on the GPU."""
+    meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
+    make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
+    address = server.getsockname()
+    with (
+        socket.create_connection(address) as made,
+        server.accept()[0],
+        monkeypatch.context() as cuda,
+    ):
+        cuda.setattr(torch.cuda, "is_initialized", lambda: True)
+        for end in abort_groups(replica=Connections(towards(address[1]))):
+            end.result()
+        made.setblocking(False)
+        assert made.recv(1) == b""  # else it blocks, which raises
