@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Mapping
 
-from trainer.backend.interface import group_addresses
+from trainer.backend.interface import family_of, group_addresses
 from trainer.backend.link_exchange import Address, exchange
 
 _MOST_WAITING = 128
@@ -31,7 +31,9 @@ class LinkDoor:
         """Listens from now on. Returns where. A test that was not made is forgotten."""
         self._close()
         own, *_ = group_addresses(*self._towards)
-        self._listening = socket.create_server((own, 0), backlog=_MOST_WAITING)
+        self._listening = socket.create_server(
+            (own, 0), family=family_of(own), backlog=_MOST_WAITING
+        )
         self._opened_s = time.monotonic()
         host, port, *_ = self._listening.getsockname()
         return host, port

@@ -47,6 +47,11 @@ def own_address(host: str, port: int) -> str:
     return own
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Of a socket at a numeric address. `own_address` is one of IPv6 where the control plane is."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def interface_of(address: str) -> str | None:
     """Name of the interface whose IPv4 address is `address`; None where there is no such one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from trainer.backend.aside import make_aside
 from trainer.backend.groups import gather
-from trainer.backend.interface import group_addresses
+from trainer.backend.interface import family_of, group_addresses
 from trainer.backend.link_exchange import Address, exchange
 from trainer.backend.rendezvous import Rendezvous
 
@@ -52,7 +52,7 @@ def try_links(
     if size == 1:
         return {}
     own, *_ = group_addresses(rendezvous.host, rendezvous.port)
-    with socket.create_server((own, 0), backlog=size) as listening:
+    with socket.create_server((own, 0), family=family_of(own), backlog=size) as listening:
         peers = _meet(rendezvous, prefix, rank, size, listening, leave_now)
         return exchange(listening, rank, peers, leave_now, bound_s)
 

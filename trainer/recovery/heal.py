@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 
+from trainer.backend.interface import family_of
 from trainer.backend.origin import lasting_device_error
 from trainer.backend.polling import LEFT
 from trainer.engine.engine import Engine
@@ -209,7 +210,7 @@ class Newcomer:
         """What comes over one stream, from the source at `place`."""
         host, port = place
         try:
-            with self._sockets.holding(socket.socket()) as connection:
+            with self._sockets.holding(socket.socket(family_of(host))) as connection:
                 connection.settimeout(self._meeting.rendezvous.timeout_s)
                 connection.connect(place)
                 facts = enter(connection, self._meeting, Stream(self._number, number))

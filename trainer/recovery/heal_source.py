@@ -22,12 +22,13 @@ from queue import SimpleQueue
 
 import torch
 
-from trainer.backend.interface import group_addresses
+from trainer.backend.interface import family_of, group_addresses
 from trainer.engine.engine import Engine
 from trainer.recovery.heal_wire import (
     Facts,
     Meeting,
     Pace,
+    Place,
     Sockets,
     Stream,
     send_block,
@@ -125,15 +126,18 @@ class Source:
     # -- the newcomers -----------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Listens on each address, and tells the newcomers."""
+        """Listens on each address, and tells the newcomers, who would wait for it: of none where it
+        cannot."""
         meet = self._meeting.rendezvous
-        listening = [
-            socket.create_server((host, 0)) for host in group_addresses(meet.host, meet.port)
-        ]
-        places = [one.getsockname() for one in listening]
-        for one in listening:
-            self._start("heal-listen", partial(self._take_all, one))
-        self._meeting.tell(places, self._sockets.stopped)
+        places: list[Place] = []
+        try:
+            for host in group_addresses(meet.host, meet.port):
+                one = socket.create_server((host, 0), family=family_of(host))
+                place = one.getsockname()[:2]
+                self._start("heal-listen", partial(self._take_all, one))
+                places.append(place)
+        finally:
+            self._meeting.tell(places, self._sockets.stopped)
 
     def _take_all(self, listening: socket.socket) -> None:
         """Takes connections, until `close`."""

@@ -78,16 +78,18 @@ class Meeting:
     """Most that the source sends, to all of them together; None: what the network carries."""
 
     def tell(self, places: Sequence[Place], leave_now: Callable[[], bool]) -> None:
-        """The source says where it listens. Raises GroupError where the store does not answer, or
-        `leave_now` became true."""
+        """The source says where it listens; no place: it cannot. Raises GroupError where the store
+        does not answer, or `leave_now` became true."""
         said = "\n".join(f"{host} {port}" for host, port in places)
         self._through_store(lambda store: store.set("places", said), leave_now)
 
     def ask(self, leave_now: Callable[[], bool]) -> list[Place]:
         """Waits until the source has said where it listens. Raises GroupError where it does not in
-        time, or `leave_now` became true."""
+        time, or `leave_now` became true; HealError where it cannot listen."""
         told = self._through_store(lambda store: store.get("places"), leave_now)
         rows = [line.split() for line in told.decode().splitlines()]
+        if not rows:
+            raise HealError("the source cannot listen for connections; its log says why")
         return [(host, int(port)) for host, port in rows]
 
     def _through_store(

@@ -6,7 +6,10 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from elastic.node.link_door import LinkDoor
+from trainer.backend.interface import GLOO_VARIABLE
 from trainer.backend.link_exchange import Address
 
 LOOPBACK = ("127.0.0.1", 7001)
@@ -26,8 +29,14 @@ def try_all(
         return dict(zip(doors, pool.map(one, doors), strict=True))
 
 
-def test_good_connections_carry_all_and_nobody_waits_for_the_bound() -> None:
-    doors = {rank: LinkDoor(LOOPBACK) for rank in range(3)}
+@pytest.mark.parametrize("towards", [LOOPBACK, ("::1", 7001)])
+def test_good_connections_carry_all_and_nobody_waits_for_the_bound(
+    towards: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(GLOO_VARIABLE, raising=False)
+    if towards != LOOPBACK and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    doors = {rank: LinkDoor(towards) for rank in range(3)}
     for _ in range(2):
         began = time.monotonic()
         assert try_all(doors, {r: door.open() for r, door in doors.items()}, LONG_S) == {

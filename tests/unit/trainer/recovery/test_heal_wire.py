@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import re
@@ -352,6 +353,40 @@ def test_whatever_changes_a_source_waits_for_its_copy(
         opened.set()
         waits.result(DEADLINE_S)
     source.close()
+
+
+def test_a_source_that_cannot_listen_says_so(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    meet, giver, taker = pair
+    meeting = meeting_at(meet)
+
+    def refuse(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as full:
+        full.setattr(socket, "create_server", refuse)
+        source, newcomer = Source(giver, 0, meeting), Newcomer(taker, meeting, clip_norm=0.5)
+        began = time.monotonic()
+        assert "the source cannot listen" in failure_of(newcomer)
+        assert time.monotonic() - began < SOON_S
+        wait_until(lambda: "Too many open files" in caplog.text)
+    source.close()
+    newcomer.close()
+    assert heals(*pair, "again")
+
+
+def test_a_heal_goes_over_ipv6_where_the_control_plane_is_there(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(GLOO_VARIABLE, raising=False)
+    try:
+        store = dist.TCPStore("::1", 0, is_master=True, wait_for_workers=False)
+    except RuntimeError:
+        pytest.skip("this machine has no IPv6")
+    _, giver, taker = pair
+    meet = Rendezvous(host="::1", port=store.port, timeout_s=60)
+    assert heals(meet, giver, taker, "heal")
 
 
 def test_a_source_that_takes_no_connection_holds_up_no_close(pair: Pair) -> None:
