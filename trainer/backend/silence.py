@@ -4,13 +4,15 @@ A process that dies closes its sockets, which wakes its peers. A machine that va
 nothing: a Gloo collective waits for it until its timeout, a call to the store for ever. Who knows
 better shuts the connections down, which wakes whoever waits in them. Where nobody does, the kernel
 is asked to watch them: it probes those that are idle, and fails them when nothing was acknowledged
-for a while. A busy or frozen process does not matter, because the other machine's kernel
-acknowledges for it.
+for a while. There a busy or frozen process does not matter: the other machine's kernel acknowledges
+for it. To who sends more than that kernel has room for it does: `TCP_USER_TIMEOUT` bounds the wait
+for room as well. Gloo sends to who takes it, on threads of its own; a heal may not (`watch_idle`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import stat
@@ -20,6 +22,8 @@ from collections.abc import Iterable, Iterator
 _PROBE_EVERY_S = 1
 _FEW_PROBES = 3
 """In the time that a machine may be silent, where there are to be few."""
+_MOST_PROBES = 127
+"""That the kernel lets a connection have."""
 _MILLISECONDS = 1000
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -83,13 +87,28 @@ def limit_silence_towards(port: int, silent_s: float) -> None:
 
 
 def watch_silence(connection: socket.socket, silent_s: float, probe_every_s: int) -> None:
-    """Has the kernel fail a connection when nothing was acknowledged for `silent_s`, and probe one
-    that is idle every `probe_every_s`. Raises OSError for a socket that is not TCP."""
+    """Has the kernel fail a connection when nothing was acknowledged, or the other side has taken
+    nothing of what is to be sent, for `silent_s`, and probe one that is idle every `probe_every_s`.
+    Raises OSError for a socket that is not TCP."""
     connection.setsockopt(
         socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * _MILLISECONDS)
     )
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_every_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_every_s)
+    _probe(connection, probe_every_s)
+
+
+def watch_idle(connection: socket.socket, silent_s: float) -> None:
+    """Has the kernel fail an idle connection when no probe was acknowledged for `silent_s`. Who
+    sends may wait for room at the other side, and for a machine that is gone, as long as the
+    socket's own timeout says."""
+    probe_every_s = max(_PROBE_EVERY_S, math.ceil(silent_s / _MOST_PROBES))
+    _probe(connection, probe_every_s)
+    probes = max(1, int(silent_s / probe_every_s))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+
+
+def _probe(connection: socket.socket, every_s: int) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 

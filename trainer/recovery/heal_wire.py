@@ -36,7 +36,7 @@ from checkpointing.format.crc32 import crc32
 from trainer.backend.aside import make_aside
 from trainer.backend.polling import LEFT
 from trainer.backend.rendezvous import Rendezvous
-from trainer.backend.silence import watch_silence
+from trainer.backend.silence import watch_idle
 from trainer.errors import GroupError, HealError
 
 STREAMS = 4
@@ -45,8 +45,6 @@ group, of the 100 and more that its large machines have."""
 
 _HELLO_S = 30.0
 """Bound on each message of a proof: a stranger that says nothing is not waited for any longer."""
-
-_PROBE_EVERY_S = 1
 
 _CHALLENGE_BYTES = 32
 _HELLO = struct.Struct("!II32s")
@@ -226,9 +224,10 @@ def _proof(meeting: Meeting, role: bytes, *said: bytes) -> bytes:
 
 
 def _watch(connection: socket.socket, meeting: Meeting) -> None:
-    """From now on the bounds are those of the run."""
+    """From now on the bounds are those of the run. A newcomer that builds takes nothing meanwhile:
+    its source waits for it."""
     connection.settimeout(meeting.rendezvous.timeout_s)
-    watch_silence(connection, meeting.rendezvous.silent_s, _PROBE_EVERY_S)
+    watch_idle(connection, meeting.rendezvous.silent_s)
 
 
 def send_block(connection: socket.socket, position: int, data: memoryview) -> None:

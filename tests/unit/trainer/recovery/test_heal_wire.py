@@ -62,6 +62,10 @@ BLOCK = 16
 SOON_S = 5.0
 """Far less than any bound in here."""
 
+FULL_BYTES = 32 << 20
+"""More than the kernel keeps of a connection that nobody reads."""
+SILENT_S = 1.0
+
 PROOFS = 32 + 24 + 32
 """Bytes that a source sends before the first block: challenge, facts, proof."""
 HEADER = 16
@@ -413,6 +417,44 @@ def test_a_source_that_says_nothing_for_long_has_failed(pair: Pair) -> None:
     assert failure_of(newcomer) == "nothing came for 1 s"
     source.close()
     newcomer.close()
+
+
+def test_a_newcomer_that_takes_nothing_for_a_while_is_waited_for(
+    pair: Pair, wire: tuple[socket.socket, socket.socket]
+) -> None:
+    """Longer than a machine may be silent, as while it builds with the interpreter's lock."""
+    meeting = meeting_at(replace(pair[0], silent_s=SILENT_S))
+    data = memoryview(bytes(FULL_BYTES))
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(enter, wire[1], meeting, Stream(0, 0))
+        welcome(wire[0], meeting, Facts(FULL_BYTES, 0, 0))
+        entered.result(DEADLINE_S)
+        sent = pool.submit(send_block, wire[0], 0, data)
+        with pytest.raises(NotYetError):
+            sent.result(3 * SILENT_S)
+        received = memoryview(bytearray(FULL_BYTES))
+        receive_block(wire[1], 0, received)
+        sent.result(DEADLINE_S)
+    assert received == data
+
+
+@pytest.mark.parametrize("silent_s", [0.5, 10.0, 1000.0])
+def test_a_silent_machine_is_found_on_an_idle_stream(
+    pair: Pair, wire: tuple[socket.socket, socket.socket], silent_s: float
+) -> None:
+    """By probes: nothing else goes from a newcomer to its source."""
+    meeting = meeting_at(replace(pair[0], silent_s=silent_s))
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(enter, wire[1], meeting, Stream(0, 0))
+        welcome(wire[0], meeting, Facts(0, 0, 0))
+        entered.result(DEADLINE_S)
+    for end in wire:
+        idle_s, every_s, probes = (
+            end.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert silent_s <= idle_s + every_s * probes <= max(2.0, 1.2 * silent_s)
 
 
 def test_a_source_ends_without_its_newcomer(pair: Pair) -> None:
