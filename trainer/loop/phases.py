@@ -1,8 +1,9 @@
 """What a worker is doing, by name: heartbeats show it, and injected faults are placed by it.
 
 The first eight, `STEP_PHASES`, are passed in every step, in this order, the first three of them
-once for each micro-batch; a worker without lanes skips those three, one without state the
-optimizer. The others belong to the life round it.
+once for each micro-batch; one that compiles is in `compile` in place of forward and backward. A
+worker without lanes skips those three, one without state the optimizer. The others belong to the
+life round it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ Phase = Literal[
 ]
 """`checkpoint`: handing over what is saved. `evaluation`: entered with each batch. `profile`:
 beginning to profile, or writing down what was found. `build`: making a replica's process group and
-model. `compile`: compiling a model's blocks, before its first step, or in a micro-batch of a step
-or an evaluation. `regroup`: making the group across replicas. `heal_source`, `heal_target`:
-beginning to send or to receive state; both go on beside the steps. `wait`: at the end, until what
-was saved is stored; and in `join`, without a slot or called there."""
+model. `compile`: compiling a model's blocks, before its first step, or in that step's first micro-
+batch; evaluations compile nothing. `regroup`: making the group across replicas. `heal_source`,
+`heal_target`: beginning to send or to receive state; both go on beside the steps. `wait`: at the
+end, until what was saved is stored; and in `join`, without a slot or called there."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from tests.support.tiny import tiny_task, tiny_train, write_text
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous, close_connections
 
-ASKS = ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy", "nonzero")
-"""What waits for the device, of a tensor that is there."""
+ASKS = ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy", "nonzero", "equal")
+"""What waits for the device, of a tensor that is there. A `copy_` to the host does, too: on a CPU
+it is as any other."""
+WAITS = ((torch, "equal"), (torch.cpu, "synchronize"), (torch.cuda, "synchronize"))
+"""And functions that wait for it."""
 
 IN_COMMIT = 1
 """The norm and the losses. What all replicas agree on is one more, where there are several."""
@@ -30,19 +34,41 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     found = Counter[str]()
 
-    def counting(name: str) -> Any:
-        real = getattr(torch.Tensor, name)
+    def counting(owner: Any, name: str, counts: Callable[..., bool]) -> None:
+        real = getattr(owner, name)
 
-        def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            caller = traceback.extract_stack(limit=2)[0]
-            found[f"{Path(caller.filename).name}:{caller.name} {name}"] += 1
-            return real(self, *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if counts(*args):
+                caller = traceback.extract_stack(limit=2)[0]
+                found[f"{Path(caller.filename).name}:{caller.name} {name}"] += 1
+            return real(*args, **kwargs)
 
-        return call
+        monkeypatch.setattr(owner, name, call)
 
     for name in ASKS:
-        monkeypatch.setattr(torch.Tensor, name, counting(name))
+        counting(torch.Tensor, name, lambda *_: True)
+    for owner, name in WAITS:
+        counting(owner, name, lambda *_: True)
+    # By this name it is the host, whatever the device.
+    counting(torch.Tensor, "to", lambda tensor, where=None, *_: where == "cpu")
     return found
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda tensor: tensor.to("cpu", copy=True),
+        lambda tensor: torch.equal(tensor, tensor),
+        lambda tensor: tensor.equal(tensor),
+        lambda tensor: torch.get_device_module(tensor.device).synchronize(),
+    ],
+)
+def test_what_waits_is_counted(asked: Counter[str], wait: Callable[[torch.Tensor], Any]) -> None:
+    tensor = torch.ones(1)
+    tensor.to(tensor.device)
+    assert asked.total() == 0
+    wait(tensor)
+    assert asked.total() == 1
 
 
 def test_a_step_waits_in_the_commit_alone(tmp_path: Path, asked: Counter[str]) -> None:
