@@ -84,8 +84,8 @@ class Report:
     tokens_per_s: float | None
     """Tokens over the time between committed steps, stalls included, start-up not."""
     tokens_per_s_per_worker: float | None
-    """Median over the steps with no regroup: tokens of a step over its time and over the workers
-    of the replicas that did it. A worker is a GPU, or a slot of a CPU."""
+    """Median over the steps of the last start with no regroup: tokens of a step over its time and
+    over the workers of the replicas that did it. A worker is a GPU, or a slot of a CPU."""
     flops_per_s_per_worker: dict[str, float]
     """That many tokens times the model's operations for one, by how those are counted: `6N`,
     `attention` and `causal` (docs/run-directory.md), or `given` by the task."""
@@ -93,8 +93,8 @@ class Report:
     """Model FLOP/s utilisation: their share of what the GPU can do in the run's precision, by
     counting. Empty on CPUs, on GPUs of several kinds, and of one that `trainer/peaks.py` lacks."""
     step_parts_s: dict[str, float]
-    """Mean time of a step on the lead by part (`trainer/loop/clock.py`), over the steps that were
-    timed; empty where none was."""
+    """Mean time of a step on the lead by part (`trainer/loop/clock.py`), over the steps of the last
+    start that were timed; empty where none was."""
     timed_steps: int
     """How many those were."""
     profiles: tuple[dict[str, Any], ...]
@@ -174,7 +174,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
     regroups = _of(events, RegroupDone)
     ledgers = _of(events, LedgerChecked)
     speed = find_speed(events, gaps)
-    timed_steps, step_parts_s = mean_parts(_of(events, StepsTimed))
+    timed_steps, step_parts_s = mean_parts(_of(split_at_starts(events)[-1], StepsTimed))
     evaluated = _of(events, Evaluated)
     compared = [event for event in _of(events, ReplicasCompared) if event.replicas > 1]
     committed = _of(events, CheckpointCommitted)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from elastic.protocol.events import Event, RunStarted, StepsTimed, WorkerJoined
-from elastic.reporting.incidents import Gap
+from elastic.reporting.incidents import Gap, split_at_starts
 from trainer.peaks import peak_flops
 
 
@@ -25,23 +25,28 @@ class Speed:
 
 
 def find_speed(events: Sequence[Event], gaps: Sequence[Gap]) -> Speed:
-    """The speed of the run's workers.
+    """The speed of the run's workers since its last start: those before may have had another
+    layout, precision or GPU.
 
     Args:
         events: all events of the run.
         gaps: between its steps; of those with a regroup nothing is said.
     """
-    started = next((e for e in reversed(events) if isinstance(e, RunStarted)), None)
+    last_start = split_at_starts(events)[-1]
+    started = next((e for e in last_start if isinstance(e, RunStarted)), None)
     rates = [
         gap.tokens / gap.seconds / gap.replicas
         for gap in gaps
-        if gap.roster is None and gap.seconds > 0
+        if started is not None
+        and gap.begin >= started.time
+        and gap.roster is None
+        and gap.seconds > 0
     ]
     if started is None or not rates:
         return Speed(tokens_per_s=None, flops_per_s={}, mfu={})
     tokens_per_s = median(rates) / workers_per_replica(started.layout)
     flops_per_s = {how: n * tokens_per_s for how, n in started.flops_per_token.items()}
-    devices = {e.device for e in events if isinstance(e, WorkerJoined)}
+    devices = {e.device for e in last_start if isinstance(e, WorkerJoined)}
     peak = peak_flops(devices.pop(), started.precision) if len(devices) == 1 else None
     mfu = {} if peak is None else {how: flops / peak for how, flops in flops_per_s.items()}
     return Speed(tokens_per_s=tokens_per_s, flops_per_s=flops_per_s, mfu=mfu)

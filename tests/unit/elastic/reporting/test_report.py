@@ -328,6 +328,8 @@ def test_what_a_worker_does_the_parts_of_a_step_and_a_profile_are_told() -> None
     assert report.flops_per_s_per_worker == pytest.approx({"6N": 3e11, "causal": 4e11})
     assert report.mfu == pytest.approx({"6N": 3e11 / 989e12, "causal": 4e11 / 989e12})
     assert (report.timed_steps, report.step_parts_s) == (5, {"data": 0.002, "compute": 0.006})
+    resumed = build_report([*counted, timed, *start(200.0, 7)], STEPS)
+    assert (resumed.timed_steps, resumed.step_parts_s) == (0, {})
     text = report_text(report)
     assert "50 tokens/s, TFLOP/s 0.3 (6N), 0.4 (causal), MFU 0.0 % (6N), 0.0 % (causal)" in text
     rows = [cells(line) for line in text.splitlines()]
