@@ -16,8 +16,7 @@ from elastic.protocol.causes import known_causes
 from elastic.reporting.alerts import Watched
 from elastic.reporting.lost_time import LostTime
 from elastic.reporting.metrics import METRICS, RECENT_STEPS, Sample
-from elastic.reporting.speed import workers_per_replica
-from trainer.peaks import peak_flops
+from elastic.reporting.speed import find_peak, workers_per_replica
 
 _SUSPECT = ("told", "held_back", "begun", "failed")
 """Outcomes of a `NodeReplacement` after which the machine is suspect still."""
@@ -198,7 +197,7 @@ class Meter:
         """By counting; empty where it is not known what the GPUs can do."""
         if len(self._devices) != 1 or not self.replicas:
             return {}
-        peak = peak_flops(next(iter(self._devices)), self._started.precision)
+        peak = find_peak(next(iter(self._devices)), self._started)
         if peak is None:
             return {}
         workers = self.replicas * workers_per_replica(self._started.layout)

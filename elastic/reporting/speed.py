@@ -47,9 +47,17 @@ def find_speed(events: Sequence[Event], gaps: Sequence[Gap]) -> Speed:
     tokens_per_s = median(rates) / workers_per_replica(started.layout)
     flops_per_s = {how: n * tokens_per_s for how, n in started.flops_per_token.items()}
     devices = {e.device for e in last_start if isinstance(e, WorkerJoined)}
-    peak = peak_flops(devices.pop(), started.precision) if len(devices) == 1 else None
+    peak = find_peak(devices.pop(), started) if len(devices) == 1 else None
     mfu = {} if peak is None else {how: flops / peak for how, flops in flops_per_s.items()}
     return Speed(tokens_per_s=tokens_per_s, flops_per_s=flops_per_s, mfu=mfu)
+
+
+def find_peak(device: str, started: RunStarted) -> float | None:
+    """What a GPU can do in the format of the run's products, in operations per second; None where
+    it is not known. `fast` computes those of float32 in TF32 (trainer/backend/determinism.py)."""
+    fast = (started.settings or {}).get("determinism") == "fast"
+    in_tf32 = fast and started.precision == "float32"
+    return peak_flops(device, "tf32" if in_tf32 else started.precision)
 
 
 def workers_per_replica(layout: dict[str, int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -139,6 +140,17 @@ def test_mfu_is_by_the_peak_of_the_gpus_that_work() -> None:
     # One replica of two workers: 1,000 tokens/s x 6e9 over 2 x 989 TFLOP/s (NVIDIA's data sheet).
     assert told["elastic_mfu|6N"] == pytest.approx(1000 * 6e9 / (2 * 989e12), rel=0.01)
     assert "elastic_mfu|6N" not in numbers(metered(joined(""), roster(105.0), step(0, 110.0)))
+
+
+def test_mfu_of_float32_is_by_the_peak_of_tf32_where_a_run_is_fast() -> None:
+    fast = replace(started(), precision="float32", settings={"determinism": "fast"})
+    meter = Meter(fast, 1)
+    for event in (joined("NVIDIA H100 80GB HBM3"), roster(105.0)):
+        meter.take(event)
+    meter.take_step(step(0, 110.0))
+    meter.take_step(step(1, 111.0))
+    told = numbers(meter, now=111.0)
+    assert told["elastic_mfu|6N"] == pytest.approx(1000 * 6e9 / (2 * 494.7e12))
 
 
 def test_what_a_loss_took_is_told_by_phase_once_training_goes_on() -> None:

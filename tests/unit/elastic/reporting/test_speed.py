@@ -73,6 +73,12 @@ def test_the_peak_is_that_of_the_precision() -> None:
     assert found.mfu["6N"] == pytest.approx(3e14 / 67e12)
 
 
+@pytest.mark.parametrize(("precision", "peak"), [("float32", 494.7e12), ("bfloat16", 989e12)])
+def test_float32_is_computed_in_tf32_where_a_run_is_fast(precision: str, peak: float) -> None:
+    found = speed(started(precision=precision, settings={"determinism": "fast"}), joined(H100))
+    assert found.mfu["6N"] == pytest.approx(3e14 / peak)
+
+
 def test_a_run_that_was_resumed_is_as_fast_as_since_its_last_start() -> None:
     """2.4 million tokens in 1 s on 24 workers; then in 4 s on 12 others: 50,000 a second each."""
     resumed = started(time=40.0, layout={**LAYOUT, "shard": 2}, precision="float32")

@@ -105,4 +105,7 @@ def test_a_gpu_that_is_not_known_whole_has_no_peak() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bfloat16") is None
     assert peak_flops("NVIDIA GH200 480GB", "bfloat16") is None
     assert peak_flops("", "float32") is None
-    assert all(set(peaks) == {"bfloat16", "float32"} for peaks in PEAKS.values())
+    assert all(set(peaks) == {"bfloat16", "tf32", "float32"} for peaks in PEAKS.values())
+    assert all(
+        peaks["tf32"] == pytest.approx(peaks["bfloat16"] / 2, 1e-3) for peaks in PEAKS.values()
+    )
