@@ -92,6 +92,16 @@ SETTINGS = (
         source=_CUDA,
     ),
     Setting(
+        name="cudnn_allow_tf32",
+        strict=False,
+        fast=True,
+        cuda_only=True,
+        reason="As above, for cuDNN's convolutions and recurrent layers, which have a switch of "
+        "their own: torch leaves it on.",
+        cost="float32 convolutions without the tensor cores; nothing, where the model has none",
+        source=_CUDA,
+    ),
+    Setting(
         name="CUBLAS_WORKSPACE_CONFIG",
         strict=":4096:8",
         fast=None,
@@ -201,9 +211,13 @@ def _switches() -> dict[str, Callable[[Any], None]]:
     def benchmark(on: bool) -> None:
         torch.backends.cudnn.benchmark = on
 
+    def allow_tf32(on: bool) -> None:
+        torch.backends.cudnn.allow_tf32 = on
+
     return {
         "deterministic_algorithms": algorithms,
         "fill_uninitialized_memory": fill,
         "cudnn_benchmark": benchmark,
         "matmul_precision": torch.set_float32_matmul_precision,
+        "cudnn_allow_tf32": allow_tf32,
     }

@@ -24,12 +24,14 @@ def flags() -> Iterator[None]:
     fills = MEMORY.fill_uninitialized_memory
     products, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     compiles = INDUCTOR._config["deterministic"].default
+    tf32 = torch.backends.cudnn.allow_tf32
     yield
     torch.use_deterministic_algorithms(mode == 2)
     MEMORY.fill_uninitialized_memory = fills
     torch.set_float32_matmul_precision(products)
     torch.backends.cudnn.benchmark = benchmark
     INDUCTOR._config["deterministic"].default = compiles
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def test_a_cpu_needs_torchs_flags_alone() -> None:
@@ -44,6 +46,7 @@ def test_a_gpu_needs_the_libraries_settings_too() -> None:
         **plan_settings("strict", "cpu"),
         "cudnn_benchmark": False,
         "matmul_precision": "highest",
+        "cudnn_allow_tf32": False,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NCCL_ALGO": "Ring",
         "NCCL_PROTO": "simple",
@@ -62,6 +65,7 @@ def test_torch_is_set_and_set_back() -> None:
     assert torch._inductor.config.deterministic
     assert not MEMORY.fill_uninitialized_memory
     assert not torch.backends.cudnn.benchmark
+    assert not torch.backends.cudnn.allow_tf32
     assert torch.get_float32_matmul_precision() == "highest"
     with pytest.raises(RuntimeError, match="put_"):
         torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
@@ -69,6 +73,7 @@ def test_torch_is_set_and_set_back() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch._inductor.config.deterministic
     assert torch.backends.cudnn.benchmark
+    assert torch.backends.cudnn.allow_tf32
     assert torch.get_float32_matmul_precision() == "high"
     torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))
 
