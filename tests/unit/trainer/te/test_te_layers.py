@@ -95,11 +95,13 @@ def test_a_checkpoint_crosses_over(stand_in: None) -> None:
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [48, 21])
-def test_in_8_bits_the_outputs_are_others_and_near(stand_in: None, tokens: int) -> None:
+@pytest.mark.parametrize(("recipe", "tokens"), [("current", 48), ("current", 21), ("block", 48)])
+def test_in_8_bits_the_outputs_are_others_and_near(
+    stand_in: None, recipe: library.Recipe, tokens: int
+) -> None:
     """With a number of tokens that 16 does not divide, too: the library takes none."""
     (logits, grads), (expected, wanted) = (
-        gradients(model_with(OnCpu(float8="current")), tokens),
+        gradients(model_with(OnCpu(float8=recipe)), tokens),
         gradients(model_with(), tokens),
     )
     share = (logits - expected).norm() / expected.norm()
@@ -107,6 +109,17 @@ def test_in_8_bits_the_outputs_are_others_and_near(stand_in: None, tokens: int) 
     assert {name: grad.shape for name, grad in grads.items()} == {
         name: grad.shape for name, grad in wanted.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), [("current", "Float8CurrentScaling"), ("block", "Float8BlockScaling")]
+)
+def test_a_recipe_is_the_librarys_of_its_name(
+    stand_in: None, recipe: library.Recipe, name: str
+) -> None:
+    te: Any = library.load()
+    with library.in_8_bits(recipe):
+        assert [type(asked).__name__ for asked in te._recipes] == [name]
 
 
 TRAIN = replace(small_train(), precision="bfloat16")
