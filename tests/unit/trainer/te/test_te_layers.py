@@ -18,11 +18,13 @@ from tests.support.small_llama import small_train
 from tests.support.te_signatures import classes_in, signature_of
 from tests.support.te_stand_in import STAND_INS, OnCpu
 from trainer.config import TrainConfig
+from trainer.dryrun.rank import dry_run
 from trainer.engine.build import build_model
 from trainer.errors import ConfigError
 from trainer.float8.config import Float8
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.models.init import FullWeights
+from trainer.parallel.recompute import Recompute
 from trainer.te import library
 from trainer.te.config import TransformerEngine
 from trainer.te.layers import TeLinear, TeRMSNorm
@@ -241,6 +243,23 @@ def test_delayed_scaling_is_refused_with_the_reason() -> None:
     wrong: Any = "delayed"
     with pytest.raises(ConfigError, match="depends on the lanes that a replica was dealt"):
         TransformerEngine(float8=wrong)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tensor", "recompute"), [(None, 1, "selective"), ("current", 2, None)]
+)
+def test_a_dry_run_counts_it_as_torchs_layers(
+    recipe: library.Recipe | None, tensor: int, recompute: Recompute | None
+) -> None:
+    """A norm keeps one activation more than the model's own, at most."""
+    plain = small_train(precision="bfloat16", shard=2, tensor=tensor, recompute=recompute)
+    ours = replace(plain, converters=(TransformerEngine(float8=recipe),))
+    wanted, found = (dry_run(train, replicas=1, device="cuda") for train in (plain, ours))
+    norms, activation = 9, 256 * 256 * 2 // tensor  # two samples of 128 tokens
+    more = found.components["activations"] - wanted.components["activations"]
+    assert 0 <= more <= norms * activation
+    components = {**found.components, "activations": wanted.components["activations"]}
+    assert replace(found, components=components) == wanted
 
 
 def test_signatures_are_read_from_source() -> None:
