@@ -40,8 +40,13 @@ ARRIVING = 2
 is one."""
 
 _QUEUED = 16
-"""Buckets whose kernels are queued at once. A launch queue holds 1,024; a bucket takes some ten,
-and an addition for each lane."""
+"""Buckets whose kernels are queued at once, at most."""
+
+_LAUNCHES = 768
+"""And launches of these. A launch queue holds 1,024."""
+
+_OF_A_BUCKET = 10
+"""Launches, some more or less, and an addition for each subtree that arrives."""
 
 
 class Reduction:
@@ -75,6 +80,8 @@ class Reduction:
         self._dtype = dtype
         self._ends = ends
         self._buckets = list(pairwise(plan_bounds(ends, cross.size)))
+        launches = _OF_A_BUCKET + sum(map(len, cross.blocks))
+        self._queued = min(_QUEUED, max(1, _LAUNCHES // launches))
         self._begun = 0
         self._marks: deque[tuple[int, Any]] = deque()
         """How many numbers were there, of all of `mine`, at which mark. Rising."""
@@ -174,7 +181,7 @@ class Reduction:
         self._cross.listen()
         while self._ended < len(self._last) and self._have_ended(self._last[self._ended][0]):
             self._ended += 1
-        return len(self._last) - self._ended >= _QUEUED
+        return len(self._last) - self._ended >= self._queued
 
     def _have_ended(self, flights: Sequence[Flight]) -> bool:
         return all(map(self._cross.has_ended, flights))

@@ -507,6 +507,46 @@ def test_no_more_is_queued_behind_a_bucket_than_fits() -> None:
     assert cross.most == _QUEUED
 
 
+class Exchanges(Queue):
+    """And what an exact one needs, of a replica among as many as there are lanes."""
+
+    rank = 0
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__()
+        self.size = self.total_lanes = replicas
+        self.blocks = [[(lane, lane + 1)] for lane in range(replicas)]  # type: ignore[assignment]
+
+    def start(self, issue: Any, *buffers: torch.Tensor) -> Flight:
+        """See CrossGroup. The all-to-all, which the rest of a bucket follows."""
+        return Flight(Work(ended=True), buffers)
+
+    def may_follow(self, flight: Flight) -> bool:
+        """See CrossGroup."""
+        return True
+
+    def start_gathering(self, whole: torch.Tensor) -> list[Flight]:
+        """See CrossGroup."""
+        return [super().start(None, whole)]
+
+
+@pytest.mark.parametrize(("replicas", "queued"), [(2, 16), (32, 16), (64, 10), (1024, 1)])
+def test_additions_of_many_replicas_count_among_what_is_queued(replicas: int, queued: int) -> None:
+    """A queue holds 1,024 launches; 16 buckets of 64 replicas would have 1,168."""
+    buckets, cross = 20, Exchanges(replicas)
+    into = torch.zeros(buckets * replicas).as_subclass(OnCuda)
+    mine = {(0, 1): torch.ones(buckets * replicas)}
+    ends = [replicas * (bucket + 1) for bucket in range(buckets)]
+    posing: Any = cross
+    reduction = Reduction(posing, mine, into, ends, exact=True)
+    for stop in ends:
+        reduction.start(stop)
+    assert len(cross.begun) == queued
+    reduction.finish()
+    assert len(cross.begun) == buckets and cross.most == queued
+    assert queued == 1 or queued * (10 + replicas - 1) < 1024
+
+
 class Stream:
     """A queue of the device: how much is in it, and how much of another one it comes after."""
 
