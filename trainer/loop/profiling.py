@@ -81,12 +81,19 @@ class StepProfiler:
         self._running: profile | None = None
         self._first = 0
 
+    @property
+    def running(self) -> bool:
+        """Whether steps are being profiled now."""
+        return self._running is not None
+
     def begin(self, step: int) -> None:
         """Called before each step."""
         if self._running is None and self._steps.first <= step <= self._steps.last:
             self._start(step)
-        elif step > self._steps.last:
-            self.end(step)
+
+    def is_last(self, step: int) -> bool:
+        """Whether no step after this one is to be profiled."""
+        return step >= self._steps.last
 
     def end(self, step: int) -> None:
         """Ends what is being profiled, if anything is. `step` is not done yet."""

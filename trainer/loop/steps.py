@@ -128,7 +128,13 @@ class TrainLoop:
     def close(self) -> None:
         """Ends what looks at the steps. Called when the groups are closed: it waits for the device,
         which may hang in a collective before."""
-        if self.profiler is not None:
+        self.end_profile()
+
+    def end_profile(self) -> None:
+        """Ends what is being profiled, if anything is, in a phase whose heartbeat may stand still
+        for longer: writing holds the interpreter's lock. `clock` may be closed by now."""
+        if self.profiler is not None and self.profiler.running:
+            self.link.at_step(self.progress.step, "profile")
             self.profiler.end(self.progress.step)
 
     def enter(self, step: int, phase: Phase) -> None:
@@ -157,6 +163,8 @@ class TrainLoop:
             if (own := self.clock.take_own()) is not None:
                 self.link.worked(own)
             self.finish_step(commit)
+            if self.profiler is not None and self.profiler.is_last(commit.step):
+                self.end_profile()  # before what is due between steps
             self.due.compare(has_state=self.newcomer is None)
             self.save_and_evaluate()
             if commit.boundary:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.support.data_plane import make_engine
+from tests.support.member import small_task, small_train
+from tests.support.quiet_link import QuietLink
+from trainer.backend.rendezvous import Rendezvous
 from trainer.config import Steps, TrainConfig
 from trainer.errors import ConfigError
+from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.phases import Phase
 from trainer.loop.profiling import MOST_OPERATORS, Profile, StepProfiler, attention_kernels
+from trainer.loop.steps import TrainLoop
+from trainer.replication.replicas import CrossGroup
 
 
 def profiler(folder: Path, told: list[Profile], worker: str = "w0") -> StepProfiler:
@@ -26,6 +36,8 @@ def do_steps(profiler: StepProfiler, begin: int, end: int) -> None:
     for step in range(begin, end):
         profiler.begin(step)
         torch.ones(step, step) @ torch.ones(step, step)
+        if profiler.is_last(step):
+            profiler.end(step + 1)
     profiler.end(end)
 
 
@@ -95,6 +107,82 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path) -> None:
     do_steps(profiler(tmp_path / "file", told), 0, 14)
     assert told[0].problem is not None and "cannot be written" in told[0].problem
     assert told[0].operators
+
+
+@dataclass
+class Watching(QuietLink):
+    """What a loop does one after the other: phases, evaluations, and profiles that end."""
+
+    story: list[str] = field(default_factory=list)
+
+    def at_step(self, step: int, phase: Phase) -> None:
+        self.story.append(phase)
+
+    def evaluated(self, step: int, loss: float, tokens: int) -> None:
+        self.story.append(f"evaluated before {step}")
+
+    def profiled(self, profile: Profile) -> None:
+        self.story.append(f"profiled {profile.first} to {profile.last}")
+
+
+@pytest.fixture
+def make_loop(port: int, tmp_path: Path) -> Iterator[Callable[[Watching, Steps], TrainLoop]]:
+    """A run of four steps by one worker, evaluated after each, with a profile of some."""
+    task = replace(small_task(), eval_dataset=small_task().dataset[:4])
+    meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
+    engine = make_engine(0, meet, task, replace(small_train(4), eval_every=1), replicas=1)
+    cross = CrossGroup(
+        meet, "cross", lanes=[(0, 1)], total_lanes=2, rank=0, device="cpu",
+        leave_now=lambda: False,
+    )  # fmt: skip
+
+    def make(link: Watching, steps: Steps) -> TrainLoop:
+        return TrainLoop(
+            engine,
+            cross,
+            engine.make_sums(2, 1),
+            lanes=(0, 1),
+            progress=Progress(),
+            config=LoopConfig(
+                lanes=2, save_every=None, compare_every=None, max_nonfinite_steps=1, until=4
+            ),
+            link=link,
+            profiler=StepProfiler(steps, tmp_path, "w0", on_cuda=False, tell=link.profiled),
+        )
+
+    yield make
+    cross.close()
+
+
+def test_a_profile_ends_with_its_last_step_before_what_is_due_after_it(
+    make_loop: Callable[[Watching, Steps], TrainLoop],
+) -> None:
+    link = Watching()
+    loop = make_loop(link, Steps(1, 2))
+    assert loop.run() == "finished"
+    loop.close()
+    ended = link.story.index("profiled 1 to 2")
+    assert link.story[ended - 2 : ended] == ["optimizer", "profile"]
+    assert link.story[ended + 1 : ended + 3] == ["evaluation", "evaluated before 3"]
+    assert sum(entry.startswith("profiled") for entry in link.story) == 1
+
+
+def test_a_profile_that_a_fault_ends_is_written_in_its_own_phase(
+    make_loop: Callable[[Watching, Steps], TrainLoop],
+) -> None:
+    class Failing(Watching):
+        def at_step(self, step: int, phase: Phase) -> None:
+            super().at_step(step, phase)
+            if (step, phase) == (2, "backward"):
+                raise RuntimeError("a peer is gone")
+
+    link = Failing()
+    loop = make_loop(link, Steps(1, 3))
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        loop.run()
+    assert "profile" not in link.story[-3:]
+    loop.close()
+    assert link.story[-3:] == ["backward", "profile", "profiled 1 to 1"]
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 3), (-1, 3), (4, 3)])
