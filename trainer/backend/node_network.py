@@ -70,8 +70,11 @@ class NodeNetwork:
         found = parse_nccl_log(told.decode(errors="replace"))
         if not found.is_tcp and found.gpu_direct is not False:
             return
-        self._nccl_log.parent.mkdir(parents=True, exist_ok=True)
-        self._nccl_log.write_bytes(told)
+        try:
+            self._nccl_log.parent.mkdir(parents=True, exist_ok=True)
+            self._nccl_log.write_bytes(told)
+        except OSError as error:  # as of a full run directory
+            log.warning("what NCCL said is not kept in %s: %s", self._nccl_log, error)
         if found.is_tcp and not self._allow_tcp:
             raise NetworkError(
                 str(self._facts.instance),

@@ -104,6 +104,19 @@ def test_tcp_that_is_allowed_is_told(log: Path, caplog: pytest.LogCaptureFixture
     assert record.getMessage().startswith("NCCL goes over TCP, GPUDirect RDMA is off; ")
 
 
+def test_a_log_that_cannot_be_kept_costs_the_log_alone(
+    log: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.parent.touch()
+    environment: dict[str, str] = {}
+    network = make(log, environment, allow_tcp=True)
+    says(environment, NO_PROVIDER)
+    network.check()
+    lost, told = (record.getMessage() for record in caplog.records)
+    assert lost.startswith(f"what NCCL said is not kept in {log}: ")
+    assert told.startswith("NCCL goes over TCP")
+
+
 def test_bytes_through_the_hosts_memory_are_told(
     log: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
