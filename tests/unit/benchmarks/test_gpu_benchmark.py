@@ -196,7 +196,7 @@ def refuse(tell: Tell, *_: Any) -> None:
 def test_a_tiny_model_s_broken_row_fails_and_one_that_is_refused_does_not(
     monkeypatch: pytest.MonkeyPatch, tiny: bool, said: str | None
 ) -> None:
-    rows = {"plain": ("plain", {}), "ours": ("ours", {})}
+    rows: dict[str, tuple[str, dict[str, Any]]] = {"plain": ("plain", {}), "ours": ("ours", {})}
     options = Namespace(
         tiny=tiny,
         device="cpu",

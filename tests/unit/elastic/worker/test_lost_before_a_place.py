@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_a_device_s_lasting_error_has_its_cause(
         raise EndedError
 
     monkeypatch.setattr(module, "rehearse", fail)
-    monkeypatch.setattr(module.os, "_exit", end)
+    monkeypatch.setattr(os, "_exit", end)
     worker, told = rehearsing()
     with pytest.raises(EndedError):
         worker.rehearse()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -106,8 +107,8 @@ def test_no_group_is_wrapped_in_one_that_hears_no_call(
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     with caplog.at_level(logging.WARNING):
         make_replica_group(meet, "replica", rank=0, dims=ParallelDims(), device="cpu")
-    group: object = dist.group.WORLD._get_backend(torch.device("cpu"))
-    assert isinstance(group, dist.ProcessGroupGloo)
+    world: Any = dist.group.WORLD
+    assert isinstance(world._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
     assert dist.get_debug_level() == dist.DebugLevel.INFO
     assert os.environ["TORCH_DISTRIBUTED_DEBUG"] == "INFO"
     found = f"TORCH_DISTRIBUTED_DEBUG={asked} is set to INFO" in caplog.text
