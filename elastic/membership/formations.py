@@ -192,14 +192,14 @@ class Formations:
     def repair(self) -> tuple[Replica, ...]:
         """Has what is left of replicas made whole, as far as there are workers for it. Called where
         all of them wait."""
-        places, size = self._places, self._config.workers_per_replica
+        places, dims = self._places, self._config.dims
         unrepaired = places.unrepaired
         if not unrepaired:
             return ()
-        left, _ = merge_remnants(unrepaired, len(places.idle), size)
+        left, _ = merge_remnants(unrepaired, len(places.idle), dims.workers)
         others = [each for each in places.remnants.values() if each not in unrepaired]
         places.set_remnants([*others, *left])
-        repaired = self._begin(plan_repairs(left, self._pool, self._members, size, self.begun + 1))
+        repaired = self._begin(plan_repairs(left, self._pool, self._members, dims, self.begun + 1))
         self._repairs.intersection_update(places.forming)
         self._repairs.update(replica.formed for replica in repaired)
         return repaired

@@ -7,11 +7,13 @@ that, the smallest remnant is given up for the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from elastic.protocol.messages import Identity
 from elastic.protocol.roster import Remnant, Replica
+from trainer.parallel.layout import ParallelDims
 
 
 def merge_remnants(
@@ -47,32 +49,75 @@ def plan_repairs(
     remnants: Sequence[Remnant],
     idle: Sequence[str],
     members: Mapping[str, Identity],
-    size: int,
+    dims: ParallelDims,
     next_number: int,
 ) -> list[Replica]:
-    """Makes whole again what `idle` workers are enough for, with those on a remnant's own nodes
-    first.
+    """Makes whole again what `idle` workers are enough for, those that talk most on one node where
+    there are workers for it.
 
     Args:
         remnants: all whose replica is not being built.
         idle: workers without a place, neighbours on the network next to each other.
         members: all these workers, with their nodes.
-        size: workers in a whole replica.
+        dims: of a whole replica.
         next_number: number of the first new formation.
     """
     pool, repaired = list(idle), list[Replica]()
     for remnant in _largest_first(remnants):
-        lacking = size - len(remnant.workers)
-        if lacking > len(pool):
+        if len(remnant.workers) + len(pool) < dims.workers:
             break
-        near = {members[worker].node for worker in remnant.workers.values()}
-        chosen = sorted(pool, key=lambda worker: members[worker].node not in near)[:lacking]
-        pool = [worker for worker in pool if worker not in chosen]
-        new = iter(chosen)
-        workers = (remnant.workers.get(rank) or next(new) for rank in range(size))
+        workers = _fill(remnant.workers, pool, members, dims)
+        taken = set(workers)
+        pool = [worker for worker in pool if worker not in taken]
         number = next_number + len(repaired)
-        repaired.append(Replica(index=remnant.index, formed=number, workers=tuple(workers)))
+        repaired.append(Replica(index=remnant.index, formed=number, workers=workers))
     return repaired
+
+
+def _fill(
+    kept: Mapping[int, str],
+    pool: Iterable[str],
+    members: Mapping[str, Identity],
+    dims: ParallelDims,
+) -> tuple[str, ...]:
+    """A replica's workers by rank: those that are `kept`, and some of `pool`, which are enough.
+
+    Whose tensor peers live is first, and gets a worker on their node; then whoever shares samples,
+    and then a level of two-level collectives, with those that live. A tensor group that is lost as
+    a whole gets its workers from one node.
+    """
+    workers, free = dict(kept), defaultdict[str, list[str]](list)
+    for worker in pool:
+        free[members[worker].node].append(worker)
+    lost: dict[int, list[int]] = defaultdict(list)  # tensor group -> its ranks without a worker
+    for rank in range(dims.workers):
+        if rank not in kept:
+            lost[rank // dims.tensor].append(rank)
+
+    def take(ranks: list[int], node: str) -> None:
+        while ranks and free[node]:
+            workers[ranks.pop(0)] = free[node].pop(0)
+
+    def near(rank: int, circle: Callable[[int], int]) -> set[str]:
+        mates = (worker for other, worker in workers.items() if circle(other) == circle(rank))
+        return {members[worker].node for worker in mates}
+
+    circles: tuple[Callable[[int], int], ...] = (
+        lambda rank: rank // dims.tensor,
+        lambda rank: rank // dims.unit,
+        lambda rank: rank // dims.unit % dims.nodes,
+    )
+    for number, circle in enumerate(circles):
+        for ranks in (ranks for ranks in lost.values() if ranks):
+            mates = near(ranks[0], circle)
+            for node in free:
+                if node in mates and (number == 0 or len(free[node]) >= len(ranks)):
+                    take(ranks, node)
+    for ranks in lost.values():
+        while ranks:
+            theirs = {members[worker].node for worker in workers.values()}
+            take(ranks, max(free, key=lambda n: (min(len(free[n]), len(ranks)), n in theirs)))
+    return tuple(workers[rank] for rank in range(dims.workers))
 
 
 def _largest_first(remnants: Sequence[Remnant]) -> list[Remnant]:
