@@ -36,10 +36,11 @@ class Machine:
     """Of the machine itself; None: unknown."""
 
     def shared(self, gpus_per_worker: float) -> Machine:
-        """As workers see it that have a part of a GPU each: more GPUs, which are smaller."""
+        """As workers see it that have a part of a GPU each: more GPUs, which are smaller. Ray gives
+        no worker parts of two."""
         return replace(
             self,
-            gpus=int(self.gpus / gpus_per_worker),
+            gpus=self.gpus * int(1 / gpus_per_worker + 1e-9),
             memory_bytes=int(self.memory_bytes * gpus_per_worker),
         )
 

@@ -133,6 +133,8 @@ def test_workers_that_share_a_gpu_have_a_part_of_it(
     with pytest.raises(ConfigError, match="by a dry run a worker needs"):
         check_memory(train, replace(ONE, gpus_per_worker=0.5), ["H100"], 8)
     assert MACHINES["p5"].shared(0.5).gpus == 16
+    assert MACHINES["p5"].shared(0.8).gpus == 8, "Ray has no worker on two GPUs"
+    assert MACHINES["p5"].shared(1 / 3).gpus == 24
 
 
 def test_a_driver_that_is_in_a_process_group_is_told_that_nothing_was_tried(
