@@ -30,7 +30,7 @@ _UNEXPLAINED = frozenset(
 )
 """Causes of losses that do not say yet what was behind them."""
 
-_OF_THE_NODE = frozenset({"node", "link"})
+_OF_THE_NODE = frozenset({"node", "link", "network"})
 """Causes of losses that are about a machine themselves."""
 
 _REPORTERS = 2

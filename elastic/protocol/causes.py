@@ -212,6 +212,17 @@ PATH = register_cause(
         against_machine=0.3,  # until it comes again, with another machine
     ),
 )
+NETWORK = register_cause(
+    "network",
+    CauseEntry(
+        text="NCCL took TCP there, although its machine has EFA",
+        budget="max_crashes",
+        color="#1f3a93",
+        against_machine=1.0,
+        by_program=True,  # an image without EFA's plugin shows so on each machine
+        lasts=True,  # NCCL reads its environment once
+    ),
+)
 HEAL = register_cause(
     "heal",
     CauseEntry(  # nothing against its machine: the source's, or the network, may be the bad one

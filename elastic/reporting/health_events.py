@@ -33,7 +33,7 @@ the UUID of a GPU, which no verdict has: a reset is met by a reboot, as our prov
 _FROM_LEAST = "NONE", "RESTART_VM", "REPLACE_VM"
 """What it is to do, in order."""
 
-_COMPONENTS = {"gpu_error": "GPU", "gpu_memory": "GPU", "link": "NIC"}
+_COMPONENTS = {"gpu_error": "GPU", "gpu_memory": "GPU", "link": "NIC", "network": "NIC"}
 """Cause -> the part that it is of; the whole node where it is not here."""
 
 _MOST_EVIDENCE = 5

@@ -34,6 +34,7 @@ from elastic.protocol.causes import (
     DEVICE_ASSERT,
     GPU_ERROR,
     GPU_MEMORY,
+    NETWORK,
     OUT_OF_MEMORY,
     USER_ERROR,
     Cause,
@@ -94,6 +95,7 @@ _CAUSES: dict[Origin, Cause] = {
     "ecc": GPU_MEMORY,
     "assert": DEVICE_ASSERT,
     "compiler": COMPILER,
+    "network": NETWORK,
     "code": USER_ERROR,
 }
 """What a worker is lost for, by the origin of its exception."""

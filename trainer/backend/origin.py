@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from trainer.backend.groups import replica_connections
-from trainer.errors import CompilerFailed, GroupError
+from trainer.errors import CompilerFailed, GroupError, NetworkError
 
-Origin = Literal["group", "memory", "device", "ecc", "assert", "compiler", "code"]
+Origin = Literal["group", "memory", "device", "ecc", "assert", "compiler", "network", "code"]
 """A process group or its rendezvous; memory that ran out; the GPU or its driver; the GPU's memory,
-which has lost bits; a check in a kernel; torch's compiler; the code."""
+which has lost bits; a check in a kernel; torch's compiler; a machine whose EFA is not taken; the
+code."""
 
 _OF_CUDA: dict[int | None, Origin] = {2: "memory", 214: "ecc", 710: "assert"}
 """cudaError_t: cudaErrorMemoryAllocation, cudaErrorECCUncorrectable, cudaErrorAssert. All others
@@ -28,6 +29,8 @@ def origin_of(error: BaseException) -> Origin:
     failed; but since then it answers everything with its error. A type derived from RuntimeError is
     the code's, and so is a bare one for memory that CUDA's allocator has not been asked for.
     """
+    if isinstance(error, NetworkError):
+        return "network"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "memory"
     if isinstance(error, torch.AcceleratorError):

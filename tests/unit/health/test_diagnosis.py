@@ -86,6 +86,11 @@ def test_a_loss_that_nothing_explains_stands_for_itself() -> None:
     assert whom(verdict(loss("w2"))) == ("crash", ("w2",), (), "certain")
 
 
+def test_some_losses_are_about_their_machine() -> None:
+    for cause in ("node", "link", "network"):
+        assert whom(verdict(loss("w2", cause))) == (cause, ("w2",), ("n1",), "certain")
+
+
 def test_what_its_machine_shows_explains_a_loss() -> None:
     found = verdict(loss("w2"), sign("xid_79", "n1", remedy="reboot", of="0000:05:00"))
     assert whom(found) == ("gpu_error", ("w2",), ("n1",), "certain")

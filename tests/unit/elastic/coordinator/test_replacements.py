@@ -20,7 +20,7 @@ from elastic.coordinator.replacements import Replacements
 from elastic.errors import NoCapacityError, ProviderAwayError
 from elastic.node_config import KubeNodes, NodesConfig
 from elastic.protocol import events
-from elastic.protocol.causes import CORRUPTION, CRASH, GPU_ERROR, LINK, NODE, PATH, Cause
+from elastic.protocol.causes import CORRUPTION, CRASH, GPU_ERROR, LINK, NETWORK, NODE, PATH, Cause
 from elastic.providers.kube_api import KubeApi
 from elastic.providers.kube_nodes import HEALTH_LABEL, REBOOT, REPLACE, KubeProvider
 from elastic.providers.node_provider import NodeIdentity, NodeProvider
@@ -345,6 +345,24 @@ def test_what_may_have_been_the_program_needs_to_come_again(tmp_path: Path) -> N
 
     desk.run(story)
     assert desk.ended == ["C"] and desk.file.read().keys() == {"m-B"}
+
+
+def test_a_machine_whose_efa_is_not_taken_is_replaced_and_not_each_one_that_comes_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is the image that lacks EFA's plugin, the next machine shows the same."""
+    monkeypatch.setattr(suspicions, "INCIDENT_S", 0.0)
+    desk = Desk(tmp_path)
+
+    async def story() -> None:
+        await desk.lose("b", cause=NETWORK)
+        begun, _ = await desk.outcomes("begun", "replaced")
+        assert (begun.machine, begun.reason) == ("m-B", "network: as found")
+        await asyncio.sleep(0.001)  # another time
+        await desk.lose("c", cause=NETWORK)
+
+    desk.run(story)
+    assert desk.ended == ["B"] and not desk.file.read()
 
 
 def test_what_follows_the_work_with_no_step_in_between_says_nothing_of_machines(

@@ -18,6 +18,7 @@ from elastic.protocol.causes import (
     DEVICE_ASSERT,
     GPU_ERROR,
     GPU_MEMORY,
+    NETWORK,
     OUT_OF_MEMORY,
     USER_ERROR,
     Cause,
@@ -70,6 +71,11 @@ def test_a_gpu_that_has_failed_is_never_a_peer_s_loss(cause: Cause, broken: bool
     """Its process would answer everything with the same error."""
     assert settle(cause, broken=broken) == ("own", [cause])
     assert entry_of(cause).lasts
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_nor_is_a_network_that_nccl_does_not_take(broken: bool) -> None:
+    assert settle(NETWORK, broken=broken) == ("own", [NETWORK])
 
 
 @pytest.mark.parametrize("cause", [USER_ERROR, OUT_OF_MEMORY, COLLECTIVE])

@@ -151,6 +151,14 @@ def test_memory_that_runs_out_at_the_same_step_ends_it() -> None:
     assert decide_failure([again[0], user_error(3)], HEALTH) is None
 
 
+def test_machines_without_their_network_are_left_for_others_as_long_as_the_budget_lasts() -> None:
+    health = HealthConfig(max_same_step_errors=1, max_crashes=3)
+    lost = [loss("network", detail="NCCL goes over TCP") for _ in range(3)]
+    assert decide_failure(lost[:2], health) is None
+    reason = decide_failure(lost, health)
+    assert reason is not None and "(health.max_crashes = 3); the last one: network" in reason
+
+
 @pytest.mark.parametrize(("cause", "workers"), [("node", 56), ("hang", 16), ("preemption", 200)])
 def test_what_a_switch_takes_along_is_one_incident(cause: str, workers: int) -> None:
     assert decide_failure(together(workers, cause, 0.0), HealthConfig()) is None

@@ -10,7 +10,7 @@ from trainer.backend import origin as origin_module
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.silence import Connections
-from trainer.errors import CompilerFailed, GroupError
+from trainer.errors import CompilerFailed, GroupError, NetworkError
 
 
 def of_cuda(code: int) -> torch.AcceleratorError:
@@ -35,6 +35,7 @@ def of_cuda(code: int) -> torch.AcceleratorError:
         (of_cuda(2), "memory"),
         (of_cuda(214), "ecc"),
         (of_cuda(710), "assert"),
+        (NetworkError("p5.48xlarge", 32, (), "w0.log"), "network"),
         (RuntimeError(f"[gloo] nccl: {LEFT}; a peer did not come; CUDA out of memory"), "code"),
         (CompilerFailed("the loss", "connection reset by peer"), "compiler"),
         (ValueError("connection reset by peer"), "code"),
