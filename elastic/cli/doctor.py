@@ -11,6 +11,8 @@ from elastic.cli.show import table
 from elastic.doctor.finding import EXIT_STATUS, SEVERITIES, Finding, worst_severity
 from elastic.doctor.machine import Machine, machine_with
 from elastic.doctor.run import run_checks, run_full
+from trainer.backend import nccl_settings
+from trainer.backend.determinism import SETTINGS
 from trainer.backend.efa_settings import LEFT_ALONE, EfaPlan, plan_efa
 
 _EPILOG = """\
@@ -124,6 +126,13 @@ def _explain(machine: Machine, plan: EfaPlan) -> Iterator[str]:
         yield f"  harm: {harm}"
     yield "\nleft to the libraries, although guides name them:"
     yield from (f"  {name}\n    {reason}" for name, reason in LEFT_ALONE.items())
+    yield "\nset on any machine for train.determinism='strict', the default:"
+    for setting in SETTINGS:
+        if setting.is_variable:
+            yield f"  {setting.name}={setting.strict}\n    {setting.reason} ({setting.source})"
+    yield "\nset on any machine, so that a run outlives a collective that fails:"
+    yield from (f"  {name}={value}" for name, value in nccl_settings.NEEDED.items())
+    yield from (f"  {name}={least} or more" for name, least in nccl_settings.AT_LEAST.items())
 
 
 def _in_json(findings: Sequence[Finding], plan: EfaPlan | None) -> str:

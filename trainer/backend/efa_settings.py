@@ -219,7 +219,10 @@ LEFT_ALONE = {
     "NCCL_TOPO_FILE, NCCL_NET_FORCE_FLUSH, OFI_NCCL_PROTOCOL": (
         "the plugin knows them for each type of machine"
     ),
-    "NCCL_ALGO, NCCL_PROTO, NCCL_MIN_NCHANNELS": "the plugin's tuner and NCCL choose better",
+    "NCCL_ALGO, NCCL_PROTO, NCCL_MIN_NCHANNELS": (
+        "the plugin's tuner and NCCL choose better; for determinism='strict' the first two are set "
+        "all the same"
+    ),
 }
 """Variables -> why they are not set, although guides name them. Source: doc/efa-env-var.md and
 src/platform-aws.cpp of aws/aws-ofi-nccl, as of 2026-08-12."""

@@ -412,6 +412,11 @@ def test_the_table_and_the_reasons(root: Path, capsys: pytest.CaptureFixture[str
     assert "NCCL_SOCKET_IFNAME=^lo,docker,veth,eni,pod-id-link, yours stays: lo" in shown
     assert "harm: NCCL_SOCKET_IFNAME=lo: " in shown
     assert "FI_EFA_FORK_SAFE\n    every plugin since 1.2 sets it" in shown
+    _, strict, survival = shown.rsplit("\n\n", 2)
+    assert "train.determinism='strict', the default:" in strict
+    assert all(f"  {name}\n" in strict for name in ("NCCL_ALGO=Ring", "NCCL_NVLS_ENABLE=0"))
+    assert "NCCL_ALGO" not in survival and "  TORCH_NCCL_BLOCKING_WAIT=0\n" in survival
+    assert "  CUDA_DEVICE_MAX_CONNECTIONS=32 or more\n" in survival
 
 
 def test_a_machine_with_nothing_to_do_ends_with_0(
