@@ -175,6 +175,9 @@ def check_plugin(machine: Machine) -> Finding:
     """Whether NCCL finds the plugin that brings it to EFA."""
     if not machine.uses_efa:
         return Finding(check="NCCL plugin", result="not needed")
+    named = machine.environment.get("NCCL_NET_PLUGIN")
+    if named is not None:
+        return _check_named_plugin(machine, named)
     path = machine.facts.plugin_path
     if path is None:
         return Finding(
@@ -185,8 +188,7 @@ def check_plugin(machine: Machine) -> Finding:
             fix="Install a current EFA, which brings aws-ofi-nccl",
         )
     folder = f"/{Path(path).parent.relative_to(machine.root)}"
-    named = "NCCL_NET_PLUGIN" in machine.environment
-    if named or folder in _loader_folders(machine):
+    if folder in _loader_folders(machine):
         return Finding(check="NCCL plugin", result=f"in {folder}")
     return Finding(
         check="NCCL plugin",
@@ -194,6 +196,31 @@ def check_plugin(machine: Machine) -> Finding:
         severity="RESET",
         meaning="NCCL does not find it and goes over TCP",
         fix=f"Name {folder} in LD_LIBRARY_PATH where `ray start` is run, or in /etc/ld.so.conf.d",
+    )
+
+
+def _check_named_plugin(machine: Machine, named: str) -> Finding:
+    """NCCL loads a library by its path or name, or makes a name of a suffix; there may be several.
+    Source: NCCL, src/plugin/net.cc and plugin_open.cc."""
+    result = f"NCCL_NET_PLUGIN={named}"
+    if any(_is_found(machine, one) for one in named.split(",")):
+        return Finding(check="NCCL plugin", result=result)
+    return Finding(
+        check="NCCL plugin",
+        result=f"{result}, which the loader does not find",
+        severity="RESET",
+        meaning="NCCL does not find it and goes over TCP",
+        fix="Unset NCCL_NET_PLUGIN, or give it the path of a library that is there",
+    )
+
+
+def _is_found(machine: Machine, plugin: str) -> bool:
+    if "/" in plugin:
+        return (machine.root / plugin.lstrip("/")).is_file()
+    return any(
+        (machine.root / folder.lstrip("/") / library).is_file()
+        for folder in _loader_folders(machine)
+        for library in (plugin, f"libnccl-net-{plugin}.so")
     )
 
 

@@ -205,6 +205,26 @@ def test_the_users_path_of_libraries_counts(root: Path) -> None:
     assert findings(machine)["NCCL plugin"].severity == "OK"
 
 
+@pytest.mark.parametrize(
+    ("named", "severity"),
+    [
+        ("libnccl-net.so", "OK"),
+        ("ours", "OK"),
+        ("none,ours", "OK"),
+        (f"/{LIBRARY}", "OK"),
+        ("/opt/gone/libnccl-net.so", "RESET"),
+        ("libnccl-net-gone.so", "RESET"),
+        ("none", "RESET"),
+        ("", "RESET"),
+    ],
+)
+def test_a_plugin_that_the_user_names_must_be_there(root: Path, named: str, severity: str) -> None:
+    write(root / PLUGIN_FOLDER / "libnccl-net-ours.so", "an ELF")
+    found = findings(look_at(root, NCCL_NET_PLUGIN=named))["NCCL plugin"]
+    assert found.severity == severity
+    assert found.result.startswith(f"NCCL_NET_PLUGIN={named}")
+
+
 def test_the_users_harm_is_named(root: Path) -> None:
     machine = look_at(root, NCCL_NET="Socket", FI_PROVIDER="tcp", NCCL_SOCKET_IFNAME="ens32")
     found = findings(machine)["environment"]
