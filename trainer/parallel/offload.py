@@ -87,19 +87,20 @@ class Offload:
         storage = local.untyped_storage() if _is_plain(local) else None
         if storage is None or storage.nbytes() < self._least_bytes or storage._cdata in weights:
             return _Saved(self, passage, tensor)
-        moved = self._move(local, storage)
+        moved = self._move(local, storage, tensor._version)
         passage.takes(moved)
-        whole = tensor if isinstance(tensor, DTensor) else None
         form = (tuple(local.shape), local.stride(), int(local.storage_offset()))
-        return _SavedElsewhere(self, passage, moved, form, whole)
+        return _SavedElsewhere(self, passage, tensor, moved, form)
 
-    def _move(self, local: torch.Tensor, storage: torch.UntypedStorage) -> _Moved:
+    def _move(self, local: torch.Tensor, storage: torch.UntypedStorage, version: int) -> _Moved:
         """All of a storage, once for as long as it is alive and what it was: by itself a saved part
-        would have kept all of it, too."""
-        key = (storage._cdata, local._version, local.dtype)
+        would have kept all of it, too. The version is the whole tensor's: what changes a DTensor
+        in place counts there alone."""
+        key = (storage._cdata, version, local.dtype)
         moved = self._moved.get(key)
         if moved is None or not moved.is_of(storage):
-            values = local.as_strided((storage.nbytes() // local.itemsize,), (1,), 0)
+            # Detached: autograd asks of a view of its own tensor, on the thread that copies, too.
+            values = local.detach().as_strided((storage.nbytes() // local.itemsize,), (1,), 0)
             block = self._host.take(storage.nbytes())
             moved = _Moved(values, block, self._host.store(block, values), self._host)
             self._moved[key] = moved
@@ -205,19 +206,30 @@ class _Moved:
 class _Saved:
     """What autograd holds for a tensor that stays."""
 
-    def __init__(self, offload: Offload, passage: _Passage, tensor: torch.Tensor | None) -> None:
+    def __init__(self, offload: Offload, passage: _Passage, tensor: torch.Tensor) -> None:
         self._offload, self._passage = offload, passage
         # A saved output refers to the graph, which refers to what is saved: a cycle that Python
         # does not see, and that would keep all of it where backward never comes.
-        self._tensor = None if tensor is None else tensor.detach()
+        self._tensor = tensor.detach()
+        self._shape, self._version = tensor.shape, self._tensor._version
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, in backward."""
+        """The tensor, in backward.
+
+        Raises:
+            RuntimeError: it was changed in place since. Torch compares no versions under hooks.
+        """
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self._shape)} that a block keeps for backward has been "
+                f"modified by an inplace operation: it is at version {self._tensor._version}, and "
+                f"was saved at version {self._version}. Use the operation that makes a new tensor; "
+                "torch.autograd.set_detect_anomaly(True) tells whose backward needs it"
+            )
         self._offload.enter(self._passage)
         return self._value()
 
     def _value(self) -> torch.Tensor:
-        assert self._tensor is not None
         return self._tensor
 
 
@@ -228,17 +240,20 @@ class _SavedElsewhere(_Saved):
         self,
         offload: Offload,
         passage: _Passage,
+        tensor: torch.Tensor,
         moved: _Moved,
         form: tuple[tuple[int, ...], tuple[int, ...], int],
-        whole: DTensor | None,
     ) -> None:
-        super().__init__(offload, passage, None)
+        super().__init__(offload, passage, tensor)
         self._moved, self._form = moved, form
-        self._spread = (
-            None
-            if whole is None
-            else (whole.device_mesh, whole.placements, whole.shape, whole.stride())
-        )
+        self._spread: tuple[Any, ...] | None = None
+        # It lets go of its memory, and its version still counts with the tensor's.
+        own = self._tensor
+        if isinstance(own, DTensor):
+            self._spread = own.device_mesh, own.placements, own.shape, own.stride()
+            own._local_tensor = own._local_tensor.new_empty(0)
+        else:
+            own.data = own.new_empty(0)
 
     def _value(self) -> torch.Tensor:
         local = self._moved.values().as_strided(*self._form)

@@ -14,13 +14,14 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.support.data_plane import WorkerResult, assert_same_bits, run_layout
 from tests.support.layered_llama import LAYERS, LENGTH, flat, llama, loss_of, tokens
 from tests.support.measured_peak import make_loop, take_step
 from tests.support.small_llama import small_train
 from tests.support.tiny import tiny_task, tiny_train, write_text
-from trainer.backend.groups import leave_replica_group, make_replica_group
+from trainer.backend.groups import leave_replica_group, make_replica_group, without_peers
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OffloadConfig, TrainConfig
 from trainer.dryrun.shape import prepare_shape
@@ -30,6 +31,7 @@ from trainer.errors import ConfigError
 from trainer.models.family import HUGGING_FACE
 from trainer.parallel.compiled import compile_blocks
 from trainer.parallel.host_memory import Flight, ThreadMemory
+from trainer.parallel.layout import ParallelDims
 from trainer.parallel.offload import Offload
 from trainer.parallel.recompute import Recompute, recompute_blocks
 from trainer.tasks.custom import CustomTask
@@ -237,6 +239,121 @@ def test_two_forwards_before_their_backwards() -> None:
     second.backward()
     assert equal([second.detach(), *(param.grad for param in model.parameters())])  # type: ignore[list-item]
     assert host.free_bytes == host.held_bytes
+
+
+class Rewrites(nn.Module):
+    """A block that changes tensors in place."""
+
+    def __init__(self, how: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.product, self._how = nn.Linear(64, 64), how
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._how(self.product, hidden)
+
+
+def rewriting(
+    how: Callable[[nn.Module, torch.Tensor], torch.Tensor], recompute: Recompute | None
+) -> nn.Module:
+    """Three such blocks behind a product."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), *(Rewrites(how) for _ in range(3))).train()
+    if recompute is not None:
+        recompute_blocks(model, ["1", "2", "3"], recompute)
+    return model
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model(torch.randn(4, 64)).square().sum().backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+@pytest.mark.parametrize("least_bytes", [1, 2**30])
+@pytest.mark.parametrize(
+    ("how", "recompute"),
+    [
+        pytest.param(
+            lambda product, hidden: torch.tanh(product(hidden)).mul_(3), None, id="its own output"
+        ),
+        pytest.param(
+            lambda product, hidden: hidden.add_(torch.tanh(product(hidden))), None, id="its input"
+        ),
+        pytest.param(
+            lambda product, hidden: hidden.add_(torch.tanh(product(hidden))),
+            "full",
+            id="its input, recomputed",
+        ),
+        pytest.param(
+            lambda product, hidden: torch.tanh(product(hidden.mul_(2))),
+            None,
+            id="the last block's output",
+        ),
+    ],
+)
+def test_what_is_changed_in_place_is_an_error_as_without(
+    how: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    recompute: Recompute | None,
+    least_bytes: int,
+) -> None:
+    """Torch compares no versions of what is saved under hooks. Moved or not, by whichever block."""
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(rewriting(how, recompute))
+    host, model = Recorded(), rewriting(how, recompute)
+    Offload(1, least_bytes, host).cover(model, ["1", "2", "3"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(model)
+    gc.collect()  # what the exception's frames held
+    assert host.free_bytes == host.held_bytes
+    assert (host.held_bytes > 0) == (least_bytes == 1)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(lambda product, hidden: product(hidden).mul_(3), id="what is not saved"),
+        pytest.param(lambda product, hidden: product(hidden).relu_(), id="an activation"),
+        pytest.param(
+            lambda product, hidden: nn.functional.dropout(product(hidden), 0.5, inplace=True),
+            id="dropout",
+        ),
+    ],
+)
+def test_changes_in_place_that_backward_allows_have_the_same_bits(
+    how: Callable[[nn.Module, torch.Tensor], torch.Tensor], recompute: Recompute | None
+) -> None:
+    model = rewriting(how, recompute)
+    Offload(1, 1, Recorded()).cover(model, ["1", "2", "3"])
+    for found, plain in zip(gradients(model), gradients(rewriting(how, recompute)), strict=True):
+        assert torch.equal(found, plain)
+
+
+def test_a_spread_tensor_s_changes_in_place_count() -> None:
+    """They count in the DTensor's version, not in its part's."""
+    unused = list[torch.Tensor]()
+
+    def spoils(_: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(hidden).mul_(3)
+
+    def saves_twice(_: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * 3
+        unused.append(hidden.square())  # keeps what is no more, and backward never comes to it
+        return hidden.add_(1).square()
+
+    def gradient(how: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        hidden = torch.ones(4, 64, requires_grad=True)
+        model = nn.Sequential(Rewrites(how), Rewrites(how)).train()
+        Offload(1, 1, Recorded()).cover(model, ["0", "1"])
+        model(DTensor.from_local(hidden, mesh.fsdp, [Shard(0)])).to_local().sum().backward()
+        assert hidden.grad is not None
+        return hidden.grad
+
+    with without_peers(ParallelDims(shard=2), "cpu") as mesh:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient(spoils)
+        # y = (3 * (3x + 1)² + 1)²: dy/dx = 2 * (3 * 16 + 1) * 3 * 2 * 4 * 3
+        assert torch.equal(gradient(saves_twice), torch.full((4, 64), 49.0 * 144))
 
 
 def test_an_evaluation_moves_nothing() -> None:
