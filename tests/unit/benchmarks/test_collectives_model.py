@@ -53,6 +53,13 @@ def test_blocks_are_those_of_llama_2(
     assert sum(param.numel() for param in block.parameters()) == BLOCKS[name]
 
 
+@pytest.mark.parametrize("name", ["7b", "13b"])
+def test_a_micro_batch_s_collectives_gain_what_is_aimed_at(name: str) -> None:
+    """On 1,024 GPUs of p4d: 2.19 and 1.804. For 70B nothing is aimed at."""
+    block = forecast(1024)[name]["block"]
+    assert block["flat_ms"] / block["two_level_ms"] >= 1.8
+
+
 def test_the_manual_shows_the_forecast() -> None:
     """Who changes the model, or how many rounds the code makes, is told to change the tables."""
     manual = (ROOT / "docs" / "two-levels.md").read_text("utf-8")
