@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpointing import Box, Keys, Manifest, Reader, Store, commit, open_store
-from tests.support.data_plane import WorkerResult, full_parameters, make_engine, run_layout
+from checkpointing import Box, Reader, open_store
+from tests.support.data_plane import commit_save, full_parameters, make_engine, run_layout
 from tests.support.tiny import tiny_task, tiny_train
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
@@ -35,23 +35,6 @@ def meet() -> Iterator[Rendezvous]:
     leave_replica_group()
 
 
-def saved_by(workers: list[WorkerResult], store: Store) -> Manifest:
-    saves = [worker.saved for worker in workers if worker.saved is not None]
-    for _, objects in saves:
-        for key, data in objects.items():
-            store.put(key, [data])
-    receipts = [receipt for receipt, _ in saves]
-    return commit(
-        store,
-        Keys(),
-        step=STEPS,
-        generation=1,
-        receipts=receipts,
-        training_state={},
-        versions={},
-    )
-
-
 def test_bfloat16_state_goes_into_another_layout_and_out(
     text: Path, tmp_path: Path, meet: Rendezvous
 ) -> None:
@@ -66,7 +49,7 @@ def test_bfloat16_state_goes_into_another_layout_and_out(
         assert all(torch.equal(t, same.local[name][2]) for name, (*_, t) in worker.local.items())
 
     store = open_store(tmp_path / "store")
-    manifest = saved_by(workers, store)
+    manifest = commit_save(workers, store, STEPS)
     assert {info.dtype for info in manifest.tensors.values()} == {"bfloat16"}
     reader, whole = Reader(store, manifest), replace(plain, parallel=ParallelConfig())
     engine, full = make_engine(0, meet, task, whole), full_parameters(workers[:2])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing import Box, Keys, Reader, commit, open_store
-from tests.support.data_plane import full_parameters, run_layout
+from checkpointing import Box, Reader, open_store
+from tests.support.data_plane import commit_save, full_parameters, run_layout
 from tests.support.tiny import tiny_task, tiny_train
 
 
@@ -24,19 +24,8 @@ def test_a_save_of_all_replicas(
     task = tiny_task(text).prepare(train, str(tmp_path / "cache"))
     workers = run_layout(task, train, replicas=replicas, lanes=replicas, saves=True)
     store = open_store(tmp_path / "store")
-    for _, objects in (worker.saved for worker in workers):
-        for key, data in objects.items():
-            store.put(key, [data])
+    manifest = commit_save(workers, store, 2)
     receipts = [worker.saved[0] for worker in workers]
-    manifest = commit(
-        store,
-        Keys(),
-        step=2,
-        generation=1,
-        receipts=receipts,
-        training_state={},
-        versions={},
-    )
     assert sorted(r.rank for r in receipts) == list(range(replicas * shard * tensor))
     reader = Reader(store, manifest)
     full = full_parameters(workers[: shard * tensor])

@@ -18,7 +18,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from checkpointing import Attempt, Keys, Receipt, write_shared
+from checkpointing import (
+    Attempt,
+    Box,
+    Keys,
+    Manifest,
+    Reader,
+    Receipt,
+    Store,
+    commit,
+    newest,
+    open_store,
+    write_shared,
+)
 from tests.support.fabric import GLOO, Fabric, FabricGroup
 from tests.support.processes import killed_after
 from tests.support.quiet_link import QuietLink
@@ -130,6 +142,8 @@ class Run:
     lanes: int
     saves: bool = False
     """Whether the end is saved."""
+    resumes: str = ""
+    """Where the store lies whose newest checkpoint it goes on from; "": it begins."""
 
     @property
     def workers(self) -> int:
@@ -165,6 +179,7 @@ def _process(
                 replicas=run.replicas,
                 lanes=run.lanes,
                 saves=run.saves,
+                resumes=run.resumes,
             )
             # By value: multiprocessing would send a file descriptor for each tensor.
             results[formation, place] = pickle.dumps(result)
@@ -229,6 +244,7 @@ def train_at(
     replicas: int,
     lanes: int,
     saves: bool,
+    resumes: str = "",
 ) -> WorkerResult | Exception:
     """Trains at place `index`, in this process. What it returns keeps nothing of the replica."""
     replica, rank = divmod(index, train.parallel.workers)
@@ -251,7 +267,8 @@ def train_at(
         rank=replica,
         leave_now=lambda: False,
     )
-    link, progress = SavingLink(replicas=replicas if saves else 0), Progress()
+    link = SavingLink(replicas=replicas if saves else 0)
+    progress = Progress(step=_restore(engine, resumes) if resumes else 0)
     loop = TrainLoop(
         engine,
         cross,
@@ -300,6 +317,20 @@ def train_at(
         gradient=slices(gradients),
         saved=link.saved,
     )
+
+
+def _restore(engine: Engine, where: str) -> int:
+    """Fills the engine from the newest checkpoint of a store. Returns its step, of which none was
+    skipped."""
+    store = open_store(where)
+    manifest = newest(store, Keys())
+    assert manifest is not None
+    parts = engine.state.to_read()
+    boxes = [Box(part.name, part.offsets, part.sizes) for part in parts]
+    values = Reader(store, manifest).read_many(boxes)
+    named = {part.name: value for part, value in zip(parts, values, strict=True)}
+    engine.load(named, optimizer_steps=manifest.step)
+    return manifest.step
 
 
 # Processes are forked from one that has imported all this already, also those of `member.py`: only
@@ -356,6 +387,23 @@ def run_layout(
     run = Run(task=task, train=train, replicas=replicas, lanes=lanes, saves=saves)
     (results,) = run_in_turn([run], fabric=fabric)
     return results
+
+
+def commit_save(workers: Sequence[WorkerResult], store: Store, step: int) -> Manifest:
+    """Makes one checkpoint, in a store, of what the workers of a run have saved at its end."""
+    saves = [worker.saved for worker in workers if worker.saved is not None]
+    for _, objects in saves:
+        for key, data in objects.items():
+            store.put(key, [data])
+    return commit(
+        store,
+        Keys(),
+        step=step,
+        generation=1,
+        receipts=[receipt for receipt, _ in saves],
+        training_state={},
+        versions={},
+    )
 
 
 def assert_same_bits(one: WorkerResult, other: WorkerResult) -> None:
