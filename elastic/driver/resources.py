@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from elastic.config import ScalingConfig, WorkerPlan, plan_workers
@@ -140,20 +141,49 @@ def find_lacking(scaling: ScalingConfig, parallel: ParallelConfig, room: int) ->
     )
 
 
+def find_idle(scaling: ScalingConfig, parallel: ParallelConfig, rooms: Sequence[int]) -> str | None:
+    """Which workers wait for their like where nodes of unequal size are not cut in whole groups;
+    None: none do. As membership forms replicas: beyond `min_replicas` of whole groups alone. Pure.
+
+    Args:
+        scaling: how many replicas are wanted.
+        parallel: which of their workers are to be on one node.
+        rooms: workers that each node holds.
+    """
+    together, size = parallel.dims.together, parallel.workers
+    if max(rooms, default=0) < together:  # then none are waited for
+        return None
+    wanted = min(scaling.max_replicas, sum(rooms) // size)
+    whole = sum(room // together for room in rooms) // (size // together)
+    idle = (wanted - max(whole, min(scaling.min_replicas, wanted))) * size
+    if idle <= 0:
+        return None
+    field = "tensor" if parallel.workers_per_node is None else "workers_per_node"
+    nodes = ", ".join(f"{count} of {room}" for room, count in sorted(Counter(rooms).items()))
+    return (
+        f"train.parallel.{field} = {together}: {idle} workers will be idle. So many of a replica "
+        f"are to be on one node, and the nodes (by workers: {nodes}) hold such groups for {whole} "
+        f"of {wanted} replicas. Use a number that divides what each node holds, or nodes that hold "
+        "a multiple of it"
+    )
+
+
 def check_nodes(scaling: ScalingConfig, parallel: ParallelConfig) -> None:
     """Warns where the layout does not go with the nodes there are: they do not hold a group whose
-    workers talk in every layer, or are other than the levels it is gathered in. This process has
-    joined the cluster.
+    workers talk in every layer, are other than the levels it is gathered in, or leave workers idle
+    that find no whole group. This process has joined the cluster.
 
     Raises:
         ConfigError: on GPUs no node holds what is meant for NVLink, and no autoscaler could bring
             one that does.
     """
-    room = max((count_fitting(scaling, node) for node in resources_per_node()), default=0)
-    for misfit in find_misfits(parallel, room):
+    rooms = [count_fitting(scaling, node) for node in resources_per_node()]
+    for misfit in find_misfits(parallel, max(rooms, default=0)):
         if misfit.refused and scaling.device == "cuda" and not may_bring_nodes():
             raise ConfigError(misfit.field, misfit.value, misfit.fact, misfit.fix)
         log.warning("%s", misfit)
+    if told := find_idle(scaling, parallel, rooms):
+        log.warning("%s", told)
 
 
 def check_spares(scaling: ScalingConfig, parallel: ParallelConfig) -> None:

@@ -7,7 +7,13 @@ import pytest
 
 from elastic import Float8
 from elastic.config import ScalingConfig
-from elastic.driver.resources import check_kinds, count_fitting, find_lacking, find_unused
+from elastic.driver.resources import (
+    check_kinds,
+    count_fitting,
+    find_idle,
+    find_lacking,
+    find_unused,
+)
 from tests.support.small_llama import small_train
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.errors import ConfigError
@@ -103,3 +109,41 @@ def test_spares_that_the_cluster_has_no_room_for_are_told_of(
     assert told.startswith(f"scaling.spares = {spares}: {lacking} of them will not be there: ")
     assert f"room for {room} workers, with 1 CPU each, and {replicas * shard} train. " in told
     assert told.endswith(f"or use spares={spares - lacking}")
+
+
+LEVELS, TENSOR = ParallelConfig(shard=16, workers_per_node=8), ParallelConfig(tensor=4)
+ONE_NODE_LARGER = [8, *[4] * 6]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "rooms", "most", "least", "idle"),
+    [
+        (LEVELS, ONE_NODE_LARGER, 2, 1, 16),
+        (LEVELS, ONE_NODE_LARGER, 2, 2, None),  # below the least it trains with what there is
+        (LEVELS, ONE_NODE_LARGER, 1, 1, None),
+        (LEVELS, [8] * 4, 2, 1, None),
+        (LEVELS, [8] * 3, 2, 1, None),  # too few workers are no matter of their nodes
+        (LEVELS, [4] * 8, 2, 1, None),  # no node holds a group: none is waited for
+        (ParallelConfig(shard=16, workers_per_node=4), ONE_NODE_LARGER, 2, 1, None),
+        (TENSOR, [6, 6], 3, 1, 4),
+        (TENSOR, [6, 6], 2, 1, None),
+        (ParallelConfig(shard=4), [6, 6], 3, 1, None),
+        (LEVELS, [], 2, 1, None),
+    ],
+)
+def test_workers_that_unequal_nodes_leave_idle_are_told_of(
+    parallel: ParallelConfig, rooms: list[int], most: int, least: int, idle: int | None
+) -> None:
+    told = find_idle(ScalingConfig(max_replicas=most, min_replicas=least), parallel, rooms)
+    assert ("" if told is None else told).partition(". ")[0] == (
+        ""
+        if idle is None
+        else f"train.parallel.{'tensor' if parallel is TENSOR else 'workers_per_node'} = "
+        f"{parallel.dims.together}: {idle} workers will be idle"
+    )
+
+
+def test_the_nodes_of_idle_workers_are_named() -> None:
+    told = find_idle(ScalingConfig(max_replicas=2), LEVELS, ONE_NODE_LARGER)
+    assert told is not None
+    assert "(by workers: 6 of 4, 1 of 8) hold such groups for 0 of 2 replicas" in told
