@@ -102,6 +102,7 @@ class Corruption:
         self._disputed_in = 0
         """Generation of its roster."""
         self._going_back = asyncio.Lock()
+        """Several say at once that a state was wrong: all go back once."""
         records.followers.append(self._hear)
 
     def replay(self, happened: Iterable[events.Event]) -> None:

@@ -63,6 +63,7 @@ class LinkTests:
         self._trying = asyncio.Lock()
         """An agent has one door for these tests."""
         self._explaining = asyncio.Lock()
+        """A collective fails for a whole replica: its connections are tried for who tells first."""
 
     async def take(self, worker: str, test: LinkTest) -> None:
         """A worker has tried its connections. Who is lost meanwhile, or calls all away, explains
@@ -83,7 +84,7 @@ class LinkTests:
         await self.remove(failed)
 
     async def try_between(self, workers: Sequence[str]) -> list[FailedLink]:
-        """Has the agents try the connections between the nodes of `workers`, who stand still, and
+        """Has the agents try the connections between the nodes of `workers`, who do not get on, and
         those to some others of the roster. Where there are many nodes, those of the first workers
         count. What fails once may have been late: see `try_again`.
 

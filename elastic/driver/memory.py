@@ -72,9 +72,9 @@ def check_memory(
     if machine is None:
         kinds = ", ".join(accelerators) or "unknown to Ray"
         log.warning("no dry run: the memory of these GPUs is not in its table: %s", kinds)
-    elif dist.is_initialized():
+        return
+    if dist.is_initialized():
         log.warning("no dry run: this process is in a process group, and it makes one of its own")
-    if machine is None or dist.is_initialized():
         return
     machine = machine.shared(scaling.gpus_per_worker)
     try:
