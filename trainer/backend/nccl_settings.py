@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import MutableMapping
 
-import torch.distributed as dist
-
 log = logging.getLogger(__name__)
 
 NEEDED = {
@@ -62,6 +60,8 @@ def limit_debug(environment: MutableMapping[str, str]) -> None:
     that asks for it, which hears no call; and NCCL's failed collectives end the process. Called
     before the first group is made."""
     if environment.get(DEBUG, "").upper() == "DETAIL":
+        import torch.distributed as dist  # here: `elastic doctor` lists the settings without torch
+
         _set(environment, DEBUG, "INFO", fits=False)
         dist.set_debug_level(dist.DebugLevel.INFO)
 
