@@ -54,6 +54,7 @@ from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.loop.samples import Skip, Skips
 from trainer.progress import tell
+from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import PreparedTask
 
 log = logging.getLogger(__name__)
@@ -437,7 +438,8 @@ def check_continues(
         task: prepared; None: it is not yet, and its data are not compared.
 
     Raises:
-        ConfigError: other data, another order of the data, or other lanes.
+        ConfigError: other data, another order of the data, another view of the texts in them, or
+            other lanes.
     """
     state = manifest.training_state
     if manifest.step > train.steps:
@@ -448,13 +450,15 @@ def check_continues(
             f"Use {manifest.step} or more, another run_config.name, or resume='never'",
         )
     now = {
-        "train.seed": ("seed", train.seed),
-        "train.global_batch": ("global_batch", train.global_batch),
-        "train.lanes": ("lanes", train.lanes or state.get("lanes")),
+        "train.seed": (state.get("seed"), train.seed),
+        "train.global_batch": (state.get("global_batch"), train.global_batch),
+        "train.lanes": (state.get("lanes"), train.lanes or state.get("lanes")),
     }
-    for field, (key, value) in now.items():
-        before = state.get(key, value)  # an imported checkpoint belongs to no run yet
-        if before != value:
+    if isinstance(train.task, CausalLM):
+        now["train.task.texts"] = (state.get("task", {}).get("texts"), train.task.texts)
+    for field, (before, value) in now.items():
+        # An imported checkpoint belongs to no run yet, and older versions did not record texts.
+        if before is not None and before != value:
             raise ConfigError(
                 field,
                 value,

@@ -97,6 +97,7 @@ class CausalLM:
                 "tokenizer": data.tokenizer,
                 "tokenizer_from": text.tokenizer,
                 "vocab_size": data.vocab_size,
+                "texts": self.texts,
                 "train_tokens": data.train_tokens,
                 "val_tokens": data.val_tokens,
                 "train_path": data.train,

@@ -18,7 +18,9 @@ from elastic.driver.resume import check_continues
 from tests.support.slice_tables import slice_table
 from tests.support.tiny_checkpoint import write_state
 from trainer.config import TrainConfig
+from trainer.data.config import DataConfig
 from trainer.errors import ConfigError
+from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.custom import CustomTask
 
 TASK = CustomTask(
@@ -66,6 +68,17 @@ def test_another_number_of_samples_is_told_as_such() -> None:
     assert (caught.value.field, caught.value.value) == ("train.task", "8 samples")
     assert "has 2,405, and would not" in caught.value.fact
     assert caught.value.fix.startswith("Use the same data, of text the same paths, seq_len, ")
+
+
+def test_texts_stay_joined_or_apart() -> None:
+    """Attention and positions follow from it: as other data would, it changes what is learned."""
+    apart = CausalLM(data=DataConfig(paths=("text",)), seq_len=8, texts="apart")
+    train = dataclasses.replace(TRAIN, task=apart)
+    check_continues(manifest(**OWN, task={"texts": "apart"}), train)
+    check_continues(manifest(**OWN, task={"vocab_size": 8}), train)  # of an older version
+    with pytest.raises(ConfigError, match="joined, and would not end") as caught:
+        check_continues(manifest(**OWN, task={"texts": "joined"}), train)
+    assert (caught.value.field, caught.value.value) == ("train.task.texts", "apart")
 
 
 def test_data_that_are_not_prepared_yet_are_not_compared() -> None:

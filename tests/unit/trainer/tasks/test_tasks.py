@@ -91,6 +91,7 @@ def test_a_prepared_task_says_what_it_holds(prepared: PreparedCausalLM) -> None:
     attention, mlp, norms = 2 * h * h + 2 * h * kv, 3 * h * i, 3 * h
     assert info["parameters"] == 2 * v * h + attention + mlp + norms
     assert info["model"]["model_type"] == "llama"
+    assert info["texts"] == "joined"
     end = Tokenizer.from_file(info["tokenizer"]).token_to_id("<|endoftext|>")
     assert info["model"]["eos_token_id"] == info["model"]["bos_token_id"] == end == 0
 
