@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.models.hf import text_configuration
+from trainer.models.hf import head_size, text_configuration
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,9 +83,10 @@ def _attention_width(text: Any) -> float | None:
     layers, heads = (
         getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads")
     )
-    if not layers or not heads:
+    size = head_size(text)
+    if not layers or not heads or not size:
         return None
     keys, values = (getattr(text, name, None) for name in ("qk_head_dim", "v_head_dim"))
     if keys and values:  # multi-head latent attention: they differ
         return layers * heads * (keys + values) / 2
-    return layers * heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    return layers * heads * size

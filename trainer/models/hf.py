@@ -201,6 +201,13 @@ def text_configuration(config: Mapping[str, Any]) -> Any:
     return _configuration(config).get_text_config()
 
 
+def head_size(text: Any) -> int | None:
+    """Size of an attention head in a `text_configuration`; None where it does not say. Many
+    architectures have no `head_dim`, or None: then heads divide the hidden size."""
+    given, heads = getattr(text, "head_dim", None), getattr(text, "num_attention_heads", None)
+    return given or (text.hidden_size // heads if heads else None)
+
+
 def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     """The model with its parameters on the meta device and its buffers on the CPU.
 

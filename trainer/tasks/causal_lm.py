@@ -18,6 +18,7 @@ from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
 from trainer.models.hf import (
     ModelConfig,
     check_positions,
+    head_size,
     keep_rotations,
     one_text_each,
     text_configuration,
@@ -177,7 +178,7 @@ class CausalLM:
         """Raises ConfigError where a GPU has no kernel for this attention."""
         if self.texts == "apart" or train.parallel.context > 1:
             config = text_configuration(self.model.resolve(0))
-            check_kernel("cuda", train.precision, getattr(config, "head_dim", None))
+            check_kernel("cuda", train.precision, head_size(config))
 
     def _end_id(self, tokenizer: str, given: str | None) -> int | None:
         """The token that ends each text, where they are apart.

@@ -96,6 +96,22 @@ def test_a_prepared_task_says_what_it_holds(prepared: PreparedCausalLM) -> None:
     assert info["model"]["eos_token_id"] == info["model"]["bos_token_id"] == end == 0
 
 
+@pytest.mark.parametrize(("hidden_size", "fits"), [(320, True), (240, False)])
+def test_heads_that_divide_the_hidden_size_are_held_against_a_gpus_kernel(
+    texts: Path, hidden_size: int, fits: bool
+) -> None:
+    """GPT-NeoX, as many others, has no `head_dim`."""
+    settings = {"hidden_size": hidden_size, "num_attention_heads": 20}
+    task = task_for(texts, model={"architecture": "gpt_neox", "settings": settings})
+    parallel = ParallelConfig(context=2)
+    train = TrainConfig(task=task, steps=1, global_batch=1, parallel=parallel, precision="bfloat16")
+    if fits:
+        task.check_gpu(train)
+    else:
+        with pytest.raises(ConfigError, match="heads of 12"):
+            task.check_gpu(train)
+
+
 def test_a_worker_looks_at_the_files_of_tokens_when_it_starts_and_never_again(
     prepared: PreparedCausalLM, tmp_path: Path
 ) -> None:
