@@ -48,3 +48,19 @@ class Job:
     def slots(self) -> int:
         """Workers of the full layout, spares not counted."""
         return self.scaling.slots(self.train.parallel)
+
+    @property
+    def witness_every(self) -> int | None:
+        """Steps between lanes that several replicas compute. They must come to the same bits."""
+        return self.health.witness_every if self._repeats else None
+
+    @property
+    def traces_gradients(self) -> bool:
+        """Whether each lane's gradient leaves a digest, which is read where replicas are compared
+        and a step that is done again comes to the same bits."""
+        compared = self.health.compare_every is not None or self.health.witness_every is not None
+        return self._repeats and compared and self.scaling.max_replicas > 1
+
+    @property
+    def _repeats(self) -> bool:
+        return self.train.determinism == "strict"

@@ -351,7 +351,8 @@ class Worker:
 
     def make_sums(self, engine: Engine) -> LaneSums:
         """Buffers for the gradients of `engine`."""
-        return engine.make_sums(self.job.lanes, self.job.scaling.max_replicas)
+        replicas, traced = self.job.scaling.max_replicas, self.job.traces_gradients
+        return engine.make_sums(self.job.lanes, replicas, traced=traced)
 
     def settle_in(self, engine: Engine, former: Engine | None, answer: Build) -> None:
         """From now on `engine`, of the replica that `answer` told to build, is this worker's."""
@@ -530,7 +531,7 @@ class Worker:
                 max_nonfinite_steps=self.job.health.fatal_nonfinite_steps,
                 skips=run.skips,
                 until=run.until,
-                witness_every=self.witness_every,
+                witness_every=self.job.witness_every,
                 generation=run.generation,
             ),
             link=self.link,
@@ -541,12 +542,6 @@ class Worker:
             all_evaluate=not run.heals and not any(run.followers),
             profiler=self.make_profiler(run),
         )
-
-    @property
-    def witness_every(self) -> int | None:
-        """Steps between lanes that several replicas compute. They must come to the same bits."""
-        strict = self.job.train.determinism == "strict"
-        return self.job.health.witness_every if strict else None
 
     def make_profiler(self, run: Run) -> StepProfiler | None:
         """Looks at the steps that are to be profiled, on the lead."""

@@ -59,9 +59,9 @@ class DryEngine(Engine):
         with self._watcher.labelled("gradients"):
             super().replace_gradient()
 
-    def make_sums(self, lanes: int, replicas: int) -> LaneSums:
+    def make_sums(self, lanes: int, replicas: int, *, traced: bool = True) -> LaneSums:
         """See Engine."""
-        return DrySums(*self._sums_of(lanes, replicas), watch=self._watcher)
+        return DrySums(*self._sums_of(lanes, replicas), traced=traced, watch=self._watcher)
 
     def _make_optimizer(self) -> SliceOptimizer:
         with self._watcher.labelled("optimizer"):
@@ -110,9 +110,9 @@ class _DryFlight:
 class DrySums(LaneSums):
     """Lane gradients that are counted as such."""
 
-    def __init__(self, *arguments: Any, watch: Watch) -> None:
+    def __init__(self, *arguments: Any, watch: Watch, **more: Any) -> None:
         self._watcher = watch
-        super().__init__(*arguments)
+        super().__init__(*arguments, **more)
 
     def _new(self) -> torch.Tensor:
         with self._watcher.labelled("gradients"):

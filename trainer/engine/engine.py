@@ -185,15 +185,16 @@ class Engine:
         for leaf, grad in zip(self._leaves, self.layout.views(self.gradient), strict=True):
             leaf.grad = grad
 
-    def make_sums(self, lanes: int, replicas: int) -> LaneSums:
+    def make_sums(self, lanes: int, replicas: int, *, traced: bool = True) -> LaneSums:
         """Buffers for this worker's gradients.
 
         Args:
             lanes: of the run.
             replicas: that there are with all machines; successors beside those that leave do not
                 count, as the others' lanes stay what they were.
+            traced: see `LaneSums`.
         """
-        sums = LaneSums(*self._sums_of(lanes, replicas))
+        sums = LaneSums(*self._sums_of(lanes, replicas), traced=traced)
         all_lanes = lane_buffers(tuple(range(lanes)), lanes)
         if replicas > 1 and sums.most is not None and sums.most < all_lanes:
             sums.reserve_on_host()

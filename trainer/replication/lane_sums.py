@@ -43,6 +43,7 @@ class LaneSums:
         device: where the buffers live.
         dtype: that each lane's gradient and each sum are rounded to. The buffers are float32.
         most: buffers on the device, home among them; None: as many as are needed.
+        traced: whether anybody will ask for `gradients`; to read each lane once more takes time.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class LaneSums:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         most: int | None = None,
+        *,
+        traced: bool = True,
     ) -> None:
         self._total, self._length, self._device = total_lanes, length, device
-        self._dtype, self._open = dtype, torch.empty(0)
+        self._dtype, self._open, self._traced = dtype, torch.empty(0), traced
         self.most = most
         """See Args."""
         self._made = 1
@@ -69,7 +72,7 @@ class LaneSums:
         self.losses: dict[int, torch.Tensor] = {}
         """Lane -> the sum of its losses, a float64 where it was computed."""
         self.gradients: dict[int, torch.Tensor] = {}
-        """Lane -> the sum of its gradient's bits, where it was computed."""
+        """Lane -> the sum of its gradient's bits, where it was computed; 0 if not `traced`."""
         self._bits = torch.zeros((), dtype=torch.int64)
         self._additions: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._settled = 0
@@ -196,7 +199,8 @@ class LaneSums:
             return
         part = slice(self._settled, stop)
         self._round(self._open[part])
-        self._bits += _sum_of_bits(self._open, self._settled, stop)
+        if self._traced:
+            self._bits += _sum_of_bits(self._open, self._settled, stop)
         for left, right, into in self._additions:
             for one, other, out in _pieces(left[part], right[part], into[part]):
                 torch.add(_on(out, one), _on(out, other), out=out)

@@ -319,3 +319,11 @@ def test_a_lanes_digest_is_of_its_own_gradient_and_one_bit_changes_it() -> None:
             other = gradient.clone()
             other.view(torch.int32)[place] ^= 1 << bit
             assert digest(other, [3], [2]) != expected
+
+
+def test_where_nobody_asks_for_digests_no_gradient_is_read_for_one() -> None:
+    sums, home = LaneSums(2, LENGTH, torch.device("cpu"), traced=False), torch.zeros(LENGTH)
+    begin(sums, 0, (0, 1), home)
+    add(sums, 0, 1)
+    assert values(sums) == {(0, 2): 11}
+    assert torch.stack(gradient_digests(list(sums.gradients.values()))).tolist() == [0, 0]
