@@ -80,6 +80,18 @@ class Gap:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Start:
+    """What was recorded from one start of the run to the next one."""
+
+    events: Sequence[Event]
+    """Its events; of the first start also those before it."""
+    steps: Sequence[StepRecord]
+    """Steps that it committed and that count now."""
+    gaps: Sequence[Gap]
+    """Between these."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Incident:
     """One loss of workers and what followed. Times are in seconds; None: not known, or never."""
 
@@ -252,14 +264,14 @@ def find_incidents(events: Sequence[Event], steps: Sequence[StepRecord]) -> list
     used: set[FaultFired] = set()
     found = [
         _incident(loss, session, pace, used)
-        for session in map(_Session, split_at_starts(events))
+        for session in (_Session(start.events) for start in split_at_starts(events, steps))
         for loss in _losses(session.events)
     ]
     return sorted(found, key=lambda i: i.time)
 
 
-def split_at_starts(events: Sequence[Event]) -> list[list[Event]]:
-    """The events of each start of the run; what stands before the first start goes with it."""
+def split_at_starts(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Start]:
+    """The starts of the run, one at least; what stands before the first one goes with it."""
     sessions: list[list[Event]] = [[]]
     started = False
     for event in events:
@@ -268,7 +280,14 @@ def split_at_starts(events: Sequence[Event]) -> list[list[Event]]:
                 sessions.append([])
             started = True
         sessions[-1].append(event)
-    return sessions
+    begins = sorted(session[0].time for session in sessions[1:])
+    parts: list[list[StepRecord]] = [[] for _ in sessions]
+    for step in steps:
+        parts[bisect_right(begins, step.time)].append(step)
+    return [
+        Start(events=session, steps=part, gaps=find_gaps(session, part))
+        for session, part in zip(sessions, parts, strict=True)
+    ]
 
 
 def _losses(events: Sequence[Event]) -> list[_Loss]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ from elastic.protocol.events import (
 from elastic.reporting.incidents import (
     Gap,
     Incident,
-    find_gaps,
+    Start,
     find_incidents,
     median_step_s,
     split_at_starts,
@@ -167,28 +166,31 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         events: all events of the run, as `read_events` gives them.
         steps: its steps, as `read_steps` gives them: each step once, in order.
     """
-    gaps = find_gaps(events, steps)
+    starts = split_at_starts(events, steps)
+    last = starts[-1]
+    gaps = [gap for start in starts for gap in start.gaps]
     step_s = median_step_s(gaps)
     incidents = find_incidents(events, steps)
     started = _of(events, RunStarted)
     regroups = _of(events, RegroupDone)
     ledgers = _of(events, LedgerChecked)
-    speed = find_speed(events, gaps)
-    timed_steps, step_parts_s = mean_parts(_of(split_at_starts(events)[-1], StepsTimed))
+    speed = find_speed(last)
+    timed_steps, step_parts_s = mean_parts(_of(last.events, StepsTimed))
+    ends = _of(last.events, RunEnded)
     evaluated = _of(events, Evaluated)
     compared = [event for event in _of(events, ReplicasCompared) if event.replicas > 1]
     committed = _of(events, CheckpointCommitted)
     unsaved = {e.step for e in _of(events, CheckpointSkipped)} - {e.step for e in committed}
     return Report(
         name=started[-1].name if started else "",
-        outcome=_outcome(events),
+        outcome=ends[-1].outcome if ends else "unfinished",
         steps=len(steps),
         planned_steps=started[-1].steps if started else 0,
         first_loss=steps[0].loss if steps else None,
         final_loss=steps[-1].loss if steps else None,
         val_loss=evaluated[-1].val_loss if evaluated else None,
         tokens=sum(s.tokens for s in steps),
-        wall_s=_wall_s(events, steps),
+        wall_s=sum(map(_wall_s, starts)),
         tokens_per_s=_ratio(sum(g.tokens for g in gaps), _elapsed_s(gaps)),
         tokens_per_s_per_worker=speed.tokens_per_s,
         flops_per_s_per_worker=speed.flops_per_s,
@@ -198,7 +200,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         profiles=tuple(_without_kind(e) for e in _of(events, Profiled)),
         median_step_s=step_s,
         longest_stall_s=None if step_s is None else max(g.stall_s(step_s) for g in gaps),
-        effective_time=_effective_time(events, steps, gaps, incidents),
+        effective_time=_effective_time(starts, gaps, incidents),
         restarts=max(0, len(started) - 1),
         redone_steps=sum(e.redone_steps for e in started),
         regroups=sum(e.outcome != "start" for e in regroups),
@@ -338,22 +340,10 @@ def _of(events: Sequence[Event], cls: type[_E]) -> list[_E]:
     return [e for e in events if isinstance(e, cls)]
 
 
-def _outcome(events: Sequence[Event]) -> str:
-    ends = _of(split_at_starts(events)[-1], RunEnded)
-    return ends[-1].outcome if ends else "unfinished"
-
-
-def _wall_s(events: Sequence[Event], steps: Sequence[StepRecord]) -> float:
-    """See `Report.wall_s`."""
-    total, times = 0.0, sorted(s.time for s in steps)
-    sessions = [s for s in split_at_starts(events) if s]
-    for index, session in enumerate(sessions):
-        begin = session[0].time
-        next_start = sessions[index + 1][0].time if index + 1 < len(sessions) else float("inf")
-        last = bisect_left(times, next_start)
-        signs = [e.time for e in session] + times[max(0, last - 1) : last]
-        total += max(signs) - begin
-    return total
+def _wall_s(start: Start) -> float:
+    """See `Report.wall_s`; 0 without events."""
+    signs = [e.time for e in start.events] + [s.time for s in start.steps]
+    return max(signs) - start.events[0].time if start.events else 0.0
 
 
 def _elapsed_s(gaps: Sequence[Gap]) -> float:
@@ -365,54 +355,48 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _effective_time(
-    events: Sequence[Event],
-    steps: Sequence[StepRecord],
-    gaps: Sequence[Gap],
-    incidents: Sequence[Incident],
+    starts: Sequence[Start], gaps: Sequence[Gap], incidents: Sequence[Incident]
 ) -> float | None:
     """See `Report.effective_time`."""
     step_s = median_step_s(gaps) or 0.0
-    spans = [i.span for i in incidents if i.regrouped] + _regroup_spans(events)
+    spans = [i.span for i in incidents if i.regrouped] + _regroup_spans(starts)
     disturbed = {gap for span in spans for gap in touching(gaps, *span)}
-    outside_s = sum(end - begin for begin, end in _outside_gaps(events, steps, spans))
+    outside_s = sum(end - begin for begin, end in _outside_gaps(starts, spans))
     lost_s = sum(g.excess_s(step_s) for g in disturbed) + outside_s
     lost = _ratio(lost_s, _elapsed_s(gaps) + outside_s)
     return None if lost is None else 1.0 - lost
 
 
-def _regroup_spans(events: Sequence[Event]) -> list[tuple[float, float]]:
+def _regroup_spans(starts: Sequence[Start]) -> list[tuple[float, float]]:
     """From call to roster, or to the end, of every regroup but those that start the run."""
     spans = []
-    for session in split_at_starts(events):
-        called = {e.generation: e.time for e in _of(session, RegroupCalled)}
-        for done in _of(session, RegroupDone):
+    for start in starts:
+        called = {e.generation: e.time for e in _of(start.events, RegroupCalled)}
+        for done in _of(start.events, RegroupDone):
             begin = called.pop(done.generation, done.time)
             if done.outcome != "start":
                 spans.append((begin, done.time))
-        spans += [(begin, session[-1].time) for begin in called.values()]
+        spans += [(begin, start.events[-1].time) for begin in called.values()]
     return spans
 
 
 def _outside_gaps(
-    events: Sequence[Event], steps: Sequence[StepRecord], spans: Sequence[tuple[float, float]]
+    starts: Sequence[Start], spans: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
     """Of each start of the run, the time that regroups took before its first step and after its
     last."""
     found = []
-    times = sorted(s.time for s in steps)
-    sessions = split_at_starts(events)
-    starts = [*(s[0].time for s in sessions[1:]), float("inf")]
-    for session, next_start in zip(sessions, starts, strict=True):
-        rosters = _of(session, RegroupDone)
+    begins = [*(start.events[0].time for start in starts[1:]), float("inf")]
+    for start, next_start in zip(starts, begins, strict=True):
+        rosters = _of(start.events, RegroupDone)
         if not rosters:
             continue
-        first = session[0].time
+        first, done = start.events[0].time, start.steps
         ends = [end for begin, end in spans if first <= begin < next_start]
-        done = times[bisect_left(times, first) : bisect_left(times, next_start)]
-        before = [end for end in ends if not done or end <= done[0]]
+        before = [end for end in ends if not done or end <= done[0].time]
         found.append((rosters[0].time, max(before, default=0.0)))
         if done:
-            found.append((done[-1], max(ends, default=0.0)))
+            found.append((done[-1].time, max(ends, default=0.0)))
     return [(begin, end) for begin, end in found if end > begin]
 
 

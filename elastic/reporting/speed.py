@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from elastic.protocol.events import Event, RunStarted, StepsTimed, WorkerJoined
-from elastic.reporting.incidents import Gap, split_at_starts
+from elastic.protocol.events import RunStarted, StepsTimed, WorkerJoined
+from elastic.reporting.incidents import Start
 from trainer.peaks import peak_flops
 
 
@@ -24,29 +24,20 @@ class Speed:
     """Share of what the worker's GPU can do, by the same; empty where that is not known."""
 
 
-def find_speed(events: Sequence[Event], gaps: Sequence[Gap]) -> Speed:
-    """The speed of the run's workers since its last start: those before may have had another
-    layout, precision or GPU.
-
-    Args:
-        events: all events of the run.
-        gaps: between its steps; of those with a regroup nothing is said.
-    """
-    last_start = split_at_starts(events)[-1]
-    started = next((e for e in last_start if isinstance(e, RunStarted)), None)
+def find_speed(start: Start) -> Speed:
+    """The speed of the workers of one start of the run, each of which may have another layout,
+    precision or GPU. Of gaps with a regroup nothing is said."""
+    started = next((e for e in start.events if isinstance(e, RunStarted)), None)
     rates = [
         gap.tokens / gap.seconds / gap.replicas
-        for gap in gaps
-        if started is not None
-        and gap.begin >= started.time
-        and gap.roster is None
-        and gap.seconds > 0
+        for gap in start.gaps
+        if gap.roster is None and gap.seconds > 0
     ]
     if started is None or not rates:
         return Speed(tokens_per_s=None, flops_per_s={}, mfu={})
     tokens_per_s = median(rates) / workers_per_replica(started.layout)
     flops_per_s = {how: n * tokens_per_s for how, n in started.flops_per_token.items()}
-    devices = {e.device for e in last_start if isinstance(e, WorkerJoined)}
+    devices = {e.device for e in start.events if isinstance(e, WorkerJoined)}
     peak = find_peak(devices.pop(), started) if len(devices) == 1 else None
     mfu = {} if peak is None else {how: flops / peak for how, flops in flops_per_s.items()}
     return Speed(tokens_per_s=tokens_per_s, flops_per_s=flops_per_s, mfu=mfu)

@@ -14,7 +14,7 @@ from elastic.protocol.events import (
     StepsTimed,
     WorkerJoined,
 )
-from elastic.reporting.incidents import find_gaps
+from elastic.reporting.incidents import split_at_starts
 from elastic.reporting.speed import Speed, find_speed, mean_parts
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -51,7 +51,7 @@ def regroup(time: float) -> RegroupDone:
 
 def speed(*events: Event) -> Speed:
     happened = [*events, regroup(20.0), regroup(40.0)]
-    return find_speed(happened, find_gaps(happened, STEPS))
+    return find_speed(split_at_starts(happened, STEPS)[-1])
 
 
 def test_a_workers_share_is_of_those_that_did_the_step_and_a_regroup_does_not_count() -> None:
@@ -85,15 +85,15 @@ def test_a_run_that_was_resumed_is_as_fast_as_since_its_last_start() -> None:
     happened = [started(), joined(H100), resumed, joined("NVIDIA A100-SXM4-80GB", "w1")]
     steps = [step(n, float(n), 3) for n in range(1, 21)]
     again = [step(21, 50.0, 3), step(22, 54.0, 3)]
-    found = find_speed(happened, find_gaps(happened, [*steps, *again]))
+    found = find_speed(split_at_starts(happened, [*steps, *again])[-1])
     assert found.tokens_per_s == pytest.approx(50_000)
     assert found.mfu["6N"] == pytest.approx(3e14 / 19.5e12)
-    begun = find_speed(happened, find_gaps(happened, steps))
+    begun = find_speed(split_at_starts(happened, steps)[-1])
     assert begun == Speed(tokens_per_s=None, flops_per_s={}, mfu={})
 
 
 def test_without_two_steps_nothing_is_known() -> None:
-    found = find_speed([started(), joined(H100)], [])
+    found = find_speed(split_at_starts([started(), joined(H100)], [])[-1])
     assert found == Speed(tokens_per_s=None, flops_per_s={}, mfu={})
 
 
