@@ -6,7 +6,8 @@ unless its node takes slots down as well.
 
 Time is measured where a healthy replica feels it: in the gaps between committed steps. The median
 gap without a regroup is the step time; what a gap takes beyond it is a stall. A `RunStarted` splits
-the run: the time between a stop and the next start is in no gap.
+the run: the time between a stop and the next start is in no gap, and each start, which may have
+another layout, has its own step time.
 """
 
 from __future__ import annotations
@@ -61,22 +62,27 @@ class Gap:
     """Replicas that did the later step."""
     roster: float | None
     """When the last roster within stood, in seconds since the epoch; None: there was no regroup."""
+    step_s: float
+    """Seconds of an undisturbed step of its start: the median over the gaps without a regroup;
+    where there are none, over the times from a roster to the next step."""
 
     @property
     def seconds(self) -> float:
         """Length of the gap, the later step's own time included."""
         return self.end - self.begin
 
-    def stall_s(self, step_s: float) -> float:
+    @property
+    def stall_s(self) -> float:
         """Seconds in which nothing was computed that counts now or counted then; at least 0.
 
         Lost steps are taken at `step_s` each, as their own records are gone.
         """
-        return max(0.0, self.seconds - (1 + self.lost_steps) * step_s)
+        return max(0.0, self.seconds - (1 + self.lost_steps) * self.step_s)
 
-    def excess_s(self, step_s: float) -> float:
+    @property
+    def excess_s(self) -> float:
         """Seconds beyond one step: the stall and the time of the lost steps together."""
-        return max(0.0, self.seconds - step_s)
+        return max(0.0, self.seconds - self.step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +125,10 @@ class Incident:
     """From then, or else from the call, to the new roster: the decision, and where it takes that,
     the wait for workers and the making of replicas."""
     first_step_s: float | None
-    """From the new roster to the next committed step."""
+    """From the new roster to the next committed step of the same start."""
     stall_s: float | None
-    """Longest gap between committed steps around the incident, less the median step time and the
-    time of lost steps."""
+    """Longest gap between committed steps around the incident, less the median step time of that
+    start and the time of lost steps."""
     rejoin_s: float | None
     """From the loss until the lost replicas had healed, or, where nothing healed, until as many
     replicas as before were alive."""
@@ -167,8 +173,8 @@ class _Session:
     """The events of one start of the run, indexed: of ten thousand incidents none looks through all
     of them."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.events = events
+    def __init__(self, start: Start) -> None:
+        self.start, events = start, start.events
         self._places = {id(e): i for i, e in enumerate(events) if isinstance(e, WorkerLost)}
         self._rosters = [(i, e) for i, e in enumerate(events) if isinstance(e, RegroupDone)]
         self._faults: dict[str, list[FaultFired]] = defaultdict(list)
@@ -205,24 +211,16 @@ class _Session:
         return bisect_left(self._rosters, self._places[id(lost)], key=lambda entry: entry[0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pace:
-    """How training went on in time."""
-
-    steps: Sequence[StepRecord]
-    gaps: Sequence[Gap]
-    step_s: float
-
-
-def find_gaps(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Gap]:
-    """The gaps between consecutive committed steps, none across a start of the run."""
-    starts = sorted(e.time for e in events if isinstance(e, RunStarted))
+def _find_gaps(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Gap]:
+    """The gaps between consecutive committed steps of one start."""
     losses = sorted(
         (e.time, e.lost_steps) for e in events if isinstance(e, RegroupDone) and e.lost_steps
     )
     lost_by = [0, *accumulate(n for _, n in losses)]
     rosters = sorted(e.time for e in events if isinstance(e, RegroupDone))
     times = [time for time, _ in losses]
+    last_rosters = [_last_within(rosters, a.time, b.time) for a, b in pairwise(steps)]
+    step_s = _median_step_s(steps, last_rosters)
     return [
         Gap(
             begin=a.time,
@@ -232,10 +230,10 @@ def find_gaps(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Gap]
             ),
             tokens=b.tokens,
             replicas=b.replicas,
-            roster=_last_within(rosters, a.time, b.time),
+            roster=roster,
+            step_s=step_s,
         )
-        for a, b in pairwise(steps)
-        if bisect_right(starts, b.time) <= bisect_right(starts, a.time)
+        for (a, b), roster in zip(pairwise(steps), last_rosters, strict=True)
     ]
 
 
@@ -244,12 +242,17 @@ def _last_within(times: Sequence[float], begin: float, end: float) -> float | No
     return times[index - 1] if index and times[index - 1] > begin else None
 
 
-def median_step_s(gaps: Sequence[Gap]) -> float | None:
-    """The time of an undisturbed step: the median over the gaps without a regroup. Where there is
-    none, the time from a roster to the next step stands for it; None without gaps."""
-    undisturbed = [g.seconds for g in gaps if g.roster is None]
-    times = undisturbed or [g.end - g.roster for g in gaps if g.roster is not None]
-    return median(times) if times else None
+def _median_step_s(steps: Sequence[StepRecord], rosters: Sequence[float | None]) -> float:
+    """See `Gap.step_s`; 0 without gaps.
+
+    Args:
+        steps: of one start.
+        rosters: the last one within each gap between them.
+    """
+    gaps = list(zip(pairwise(steps), rosters, strict=True))
+    undisturbed = [b.time - a.time for (a, b), roster in gaps if roster is None]
+    times = undisturbed or [b.time - roster for (_, b), roster in gaps if roster is not None]
+    return median(times) if times else 0.0
 
 
 def find_incidents(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Incident]:
@@ -259,33 +262,31 @@ def find_incidents(events: Sequence[Event], steps: Sequence[StepRecord]) -> list
         events: as `read_events` gives them.
         steps: as `read_steps` gives them: each step once, in order.
     """
-    gaps = find_gaps(events, steps)
-    pace = _Pace(steps=steps, gaps=gaps, step_s=median_step_s(gaps) or 0.0)
     used: set[FaultFired] = set()
     found = [
-        _incident(loss, session, pace, used)
-        for session in (_Session(start.events) for start in split_at_starts(events, steps))
-        for loss in _losses(session.events)
+        _incident(loss, session, steps, used)
+        for session in map(_Session, split_at_starts(events, steps))
+        for loss in _losses(session.start.events)
     ]
     return sorted(found, key=lambda i: i.time)
 
 
 def split_at_starts(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Start]:
-    """The starts of the run, one at least; what stands before the first one goes with it."""
+    """The starts of the run, one at least; what stands before the first one goes with it, unless a
+    roster is there: then it is of a start whose line is lost."""
     sessions: list[list[Event]] = [[]]
-    started = False
+    begun = False
     for event in events:
-        if isinstance(event, RunStarted):
-            if started:
-                sessions.append([])
-            started = True
+        if isinstance(event, RunStarted) and begun:
+            sessions.append([])
+        begun = begun or isinstance(event, RunStarted | RegroupDone)
         sessions[-1].append(event)
     begins = sorted(session[0].time for session in sessions[1:])
     parts: list[list[StepRecord]] = [[] for _ in sessions]
     for step in steps:
         parts[bisect_right(begins, step.time)].append(step)
     return [
-        Start(events=session, steps=part, gaps=find_gaps(session, part))
+        Start(events=session, steps=part, gaps=_find_gaps(session, part))
         for session, part in zip(sessions, parts, strict=True)
     ]
 
@@ -333,14 +334,14 @@ def _belongs(event: WorkerLost, pending: _Loss) -> bool:
 def _incident(
     loss: _Loss,
     session: _Session,
-    pace: _Pace,
+    steps: Sequence[StepRecord],
     used: set[FaultFired],
 ) -> Incident:
     first, done = loss.lost[0], loss.done
     fault, detect_s = _detection(loss.lost, session, used)
     begin = min(first.time, fault.time) if fault else first.time
     end = done.time if done else loss.lost[-1].time
-    after = _first_step_after(done.time, pace.steps) if done else None
+    after = _first_step_after(done.time, session.start.steps) if done else None
     decide_s, abort_s, roster_s = _stages(loss)
     heals = _heals(loss, session)
     return Incident(
@@ -348,14 +349,14 @@ def _incident(
         cause=", ".join(dict.fromkeys(e.cause for e in loss.lost)),
         workers=tuple(e.worker for e in loss.lost),
         slots=tuple(e.slot for e in loss.lost if e.slot is not None),
-        step=done.step if done else _step_in_progress(first.time, pace.steps),
+        step=done.step if done else _step_in_progress(first.time, steps),
         outcome=done.outcome if done else "unrecovered" if loss.slotted else "no_regroup",
         detect_s=detect_s,
         decide_s=decide_s,
         abort_s=abort_s,
         roster_s=roster_s,
         first_step_s=after.time - done.time if after and done else None,
-        stall_s=_stall_s(pace, begin, end),
+        stall_s=max((g.stall_s for g in touching(session.start.gaps, begin, end)), default=None),
         rejoin_s=_rejoin_s(loss, heals, session),
         heal_s=max((heal.seconds for heal in heals if heal), default=None),
         catch_up_steps=max((heal.catch_up_steps for heal in heals if heal), default=None),
@@ -406,11 +407,6 @@ def touching(gaps: Sequence[Gap], begin: float, end: float) -> list[Gap]:
     """The gaps that begin..end (seconds since the epoch) runs through."""
     first = bisect_right(gaps, begin, key=lambda g: g.end)
     return list(gaps[first : bisect_right(gaps, end, key=lambda g: g.begin)])
-
-
-def _stall_s(pace: _Pace, begin: float, end: float) -> float | None:
-    stalls = [g.stall_s(pace.step_s) for g in touching(pace.gaps, begin, end)]
-    return max(stalls, default=None)
 
 
 def _rejoin_s(

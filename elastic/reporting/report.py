@@ -41,7 +41,6 @@ from elastic.reporting.incidents import (
     Incident,
     Start,
     find_incidents,
-    median_step_s,
     split_at_starts,
     touching,
 )
@@ -99,19 +98,19 @@ class Report:
     profiles: tuple[dict[str, Any], ...]
     """What came of `train.profile`: trace, steps, and the dearest operators."""
     median_step_s: float | None
-    """Median time between consecutive committed steps with no regroup in between; where there are
-    none, from a roster to the next committed step."""
+    """Median time between consecutive committed steps of the last start with no regroup in between;
+    where there are none, from a roster to the next committed step."""
     longest_stall_s: float | None
-    """Largest time between consecutive committed steps, less the median and the time of lost
-    steps. A stop and a new start of the run are not a stall."""
+    """Largest time between consecutive committed steps, less the median of their start and the time
+    of lost steps. A stop and a new start of the run are not a stall."""
     effective_time: float | None
     """1 - disturbed / elapsed. `elapsed` is the time between consecutive committed steps, summed,
     which leaves out start-up and the time between a stop and the next start. `disturbed` is, summed
     over the gaps between committed steps that an incident or a regroup runs through, what they
-    take beyond the median step time; the time of lost steps lies in these gaps. Both count the time
-    from the first roster of a start to the last regroup before its first step, and from its last
-    step to the last regroup after it. Other jitter does not count, nor does a lost spare, so an
-    undisturbed run has 1.0."""
+    take beyond the median step time of their start; the time of lost steps lies in these gaps. Both
+    count the time from the first roster of a start to the last regroup before its first step, and
+    from its last step to the last regroup after it. Other jitter does not count, nor does a lost
+    spare, so an undisturbed run has 1.0."""
     restarts: int
     """Times that the run was started again after it had stopped."""
     redone_steps: int
@@ -169,7 +168,6 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
     starts = split_at_starts(events, steps)
     last = starts[-1]
     gaps = [gap for start in starts for gap in start.gaps]
-    step_s = median_step_s(gaps)
     incidents = find_incidents(events, steps)
     started = _of(events, RunStarted)
     regroups = _of(events, RegroupDone)
@@ -198,8 +196,8 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         step_parts_s=step_parts_s,
         timed_steps=timed_steps,
         profiles=tuple(_without_kind(e) for e in _of(events, Profiled)),
-        median_step_s=step_s,
-        longest_stall_s=None if step_s is None else max(g.stall_s(step_s) for g in gaps),
+        median_step_s=last.gaps[0].step_s if last.gaps else None,
+        longest_stall_s=max((g.stall_s for g in gaps), default=None),
         effective_time=_effective_time(starts, gaps, incidents),
         restarts=max(0, len(started) - 1),
         redone_steps=sum(e.redone_steps for e in started),
@@ -358,11 +356,10 @@ def _effective_time(
     starts: Sequence[Start], gaps: Sequence[Gap], incidents: Sequence[Incident]
 ) -> float | None:
     """See `Report.effective_time`."""
-    step_s = median_step_s(gaps) or 0.0
     spans = [i.span for i in incidents if i.regrouped] + _regroup_spans(starts)
     disturbed = {gap for span in spans for gap in touching(gaps, *span)}
     outside_s = sum(end - begin for begin, end in _outside_gaps(starts, spans))
-    lost_s = sum(g.excess_s(step_s) for g in disturbed) + outside_s
+    lost_s = sum(g.excess_s for g in disturbed) + outside_s
     lost = _ratio(lost_s, _elapsed_s(gaps) + outside_s)
     return None if lost is None else 1.0 - lost
 

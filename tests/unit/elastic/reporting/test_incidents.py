@@ -19,7 +19,7 @@ from elastic.protocol.events import (
     StepRecord,
     WorkerLost,
 )
-from elastic.reporting.incidents import find_gaps, find_incidents, median_step_s
+from elastic.reporting.incidents import find_incidents, split_at_starts
 
 
 def steps_at(*times: float, first: int = 0) -> list[StepRecord]:
@@ -299,7 +299,21 @@ def test_lost_steps_are_not_part_of_the_stall() -> None:
 
 def test_no_gap_spans_a_new_start() -> None:
     events = [*started(100.0), *started(500.0, start_step=3)]
-    gaps = find_gaps(events, [*steps_at(101, 102, 103), *steps_at(501, 502.5, first=3)])
-    assert [g.seconds for g in gaps] == [1.0, 1.0, 1.5]
-    assert median_step_s(gaps) == 1.0
-    assert median_step_s([]) is None
+    steps = [*steps_at(101, 102, 103), *steps_at(501, 502.5, first=3)]
+    starts = split_at_starts(events, steps)
+    assert [(g.seconds, g.step_s) for start in starts for g in start.gaps] == [
+        (1.0, 1.0),
+        (1.0, 1.0),
+        (1.5, 1.5),
+    ]
+    assert [len(start.steps) for start in starts] == [3, 2]
+
+
+def test_a_step_of_the_next_start_is_not_the_first_one_after_a_loss() -> None:
+    crash = [lost(103.5), called(103.75, 2), done(104.0, 2, step=3, replicas=1)]
+    spare = lost(500.75, replica=None)
+    events = [*started(100.0), *crash, *started(500.0, 3), spare]
+    steps = [*steps_at(101, 102, 103), *steps_at(501, first=3)]
+    early, late = find_incidents(events, steps)
+    assert (early.step, early.first_step_s) == (3, None)
+    assert late.step == 3

@@ -165,6 +165,27 @@ def test_the_time_of_lost_steps_is_not_effective() -> None:
     assert report.effective_time == pytest.approx(1 - 4.0 / 8.0)
 
 
+def test_each_start_is_judged_by_its_own_steps_and_the_median_is_of_the_last_one() -> None:
+    # Steps of 1 s with a crash that takes 3 s more; then in another layout of 5 s, with one of 2 s.
+    events = [*start(100.0), *crash(107.5, 2, step=5), *start(500.0, 7), *crash(514.0, 2, step=9)]
+    times = [103, 104, 105, 106, 107, 111, 112, 503, 508, 515, 520]
+    report = build_report(events, steps_at(*times))
+    assert report.median_step_s == 5.0
+    assert report.longest_stall_s == 3.0
+    assert [i.stall_s for i in report.incidents] == [3.0, 2.0]
+    assert report.effective_time == pytest.approx(1 - (3.0 + 2.0) / (9.0 + 17.0))
+    begun = build_report([*events, *start(900.0, 11)], steps_at(*times))
+    assert (begun.median_step_s, begun.longest_stall_s) == (None, 3.0)
+    assert "median step -\n" in report_text(begun)
+
+
+def test_a_start_whose_line_is_lost_is_not_taken_with_the_next_one() -> None:
+    events = [*start(100.0)[1:], *start(500.0, 3)]
+    report = build_report(events, steps_at(103, 104, 105, 503, 505, 507))
+    assert (report.median_step_s, report.longest_stall_s) == (2.0, 0.0)
+    assert report.wall_s == 5.0 + 7.0
+
+
 def test_a_regroup_for_growth_counts_as_disturbance() -> None:
     grow: list[Event] = [
         RegroupCalled(time=105.2, generation=2, reason="grow"),
