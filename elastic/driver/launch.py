@@ -362,6 +362,7 @@ class Launch:
         prefix: str,
     ) -> CoordinatorConfig:
         origin, parallel = ready.origin, self.train.parallel
+        regather = parallel.dims.regather
         stored = origin.stored
         start_step = 0 if origin.manifest is None else origin.manifest.step
         return CoordinatorConfig(
@@ -408,6 +409,9 @@ class Launch:
                     "determinism": self.train.determinism,
                     "attention": attention_kernels(self.train.determinism, self.scaling.device),
                     "compile": self.train.compile,
+                    "strategy": parallel.layout(self.scaling.max_replicas).strategy,
+                    "reshard_after_forward": str({None: True, 1: False}.get(regather, regather)),
+                    "workers_per_node": str(parallel.workers_per_node),
                 },
                 versions={
                     "python": platform.python_version(),

@@ -62,7 +62,9 @@ class RunStarted(Event):
     """Versions of what the run stands on, such as `torch` and `ray`."""
     settings: dict[str, str] | None = None
     """What its bits depend on beside the model: `precision`, `reduction`, `determinism`,
-    `attention` (kernels that may be taken), `compile`."""
+    `attention` (kernels that may be taken), `compile`; and of the layout what its sizes do not say:
+    the `strategy` that it comes to, `reshard_after_forward` (True, False or workers) and
+    `workers_per_node`. Records of earlier versions lack some."""
     redone_steps: int = 0
     """Steps that were committed before and will be done again: those after the last saved state."""
     precision: str = ""

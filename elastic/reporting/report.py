@@ -151,7 +151,7 @@ class Report:
     versions: dict[str, str]
     """Versions of what the run stood on at the last start."""
     settings: dict[str, str]
-    """What its bits depended on beside the model, at the last start; see `RunStarted`."""
+    """What was set at the last start; see `RunStarted`."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain JSON: no NaN literals, fields in their order."""
@@ -468,7 +468,7 @@ def _facts(report: Report) -> dict[str, str]:
         "layout": f"{layout}: {after_a_loss(report.layout.get('replicas', 1))}" if layout else "-",
         **_beyond_the_lanes(report),
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
-        "bits": ", ".join(f"{k} {v}" for k, v in report.settings.items()) or "-",
+        "settings": ", ".join(f"{k} {v}" for k, v in report.settings.items()) or "-",
     }
 
 

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from elastic import CheckpointConfig, CustomTask, ElasticTrainer, ScalingConfig, TrainConfig
+from elastic import (
+    CheckpointConfig,
+    CustomTask,
+    ElasticTrainer,
+    ParallelConfig,
+    ScalingConfig,
+    TrainConfig,
+)
 from elastic.driver.launch import Launch
 from tests.support.run_plan import told_to_the_coordinator
 from trainer.progress import listening
@@ -33,6 +40,27 @@ def test_the_records_tell_where_checkpoints_go_that_are_not_in_the_run_directory
     assert told_to_the_coordinator(ElasticTrainer(train), tmp_path).started.store == ""
     away = ElasticTrainer(train, checkpoint=CheckpointConfig(store="s3://bucket/runs"))
     assert told_to_the_coordinator(away, tmp_path).started.store == "s3://bucket/runs/run"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "replicas", "told"),
+    [
+        (ParallelConfig(), 2, ("NO_SHARD", "True", "None")),
+        (ParallelConfig(strategy="FULL_SHARD", shard=4), 1, ("FULL_SHARD", "True", "None")),
+        (ParallelConfig(strategy="SHARD_GRAD_OP", shard=4), 1, ("SHARD_GRAD_OP", "False", "None")),
+        (ParallelConfig(shard=4, reshard_after_forward=2), 2, ("HYBRID_SHARD", "2", "None")),
+        (ParallelConfig(shard=4, workers_per_node=2), 2, ("HYBRID_SHARD", "True", "2")),
+    ],
+)
+def test_the_records_tell_what_the_layout_comes_to(
+    parallel: ParallelConfig, replicas: int, told: tuple[str, str, str], tmp_path: Path
+) -> None:
+    train = TrainConfig(task=TASK, steps=1, global_batch=8, parallel=parallel)
+    trainer = ElasticTrainer(train, scaling=ScalingConfig(max_replicas=replicas))
+    settings = told_to_the_coordinator(trainer, tmp_path).started.settings
+    assert settings is not None
+    names = "strategy", "reshard_after_forward", "workers_per_node"
+    assert tuple(settings[name] for name in names) == told
 
 
 def test_a_start_says_what_follows_for_a_loss(caplog: pytest.LogCaptureFixture) -> None:

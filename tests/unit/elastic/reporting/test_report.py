@@ -33,10 +33,11 @@ from elastic.protocol.events import (
     StepsTimed,
     WorkerJoined,
     WorkerLost,
+    event_from_json,
 )
 from elastic.reporting.report import build_report, report_text, write_report
 
-SETTINGS = {"determinism": "strict", "compile": "off"}
+SETTINGS = {"determinism": "strict", "strategy": "HYBRID_SHARD", "workers_per_node": "8"}
 LAYOUT = {"replicas": 2, "shard": 1, "tensor": 1, "lanes": 2, "spares": 0}
 
 
@@ -123,7 +124,19 @@ def test_a_run_is_summed_up() -> None:
     assert [i.step for i in report.incidents] == [5]
     assert (report.layout, report.versions) == (LAYOUT, {"torch": "2.13.0"})
     assert report.settings == SETTINGS
-    assert "determinism strict, compile off" in report_text(report)
+    told = "  settings   determinism strict, strategy HYBRID_SHARD, workers_per_node 8\n"
+    assert told in report_text(report)
+
+
+def test_records_of_versions_that_noted_fewer_settings_are_read() -> None:
+    noted = EVENTS[0].to_json()
+    for older in ({**noted, "settings": {"compile": "off"}}, {**noted, "settings": None}):
+        report = build_report([event_from_json(older)], [])
+        assert report.settings == (older["settings"] or {})
+    del noted["settings"]
+    report = build_report([event_from_json(noted)], [])
+    assert report.layout == LAYOUT
+    assert "  settings   -\n" in report_text(report)
 
 
 def test_checkpoints_that_are_not_in_the_run_directory_are_named() -> None:
