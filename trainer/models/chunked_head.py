@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -71,14 +71,14 @@ def with_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> Any:
     targets, added up, in place of logits.
 
     Args:
-        model: it.
+        model: it, or what a converter has wrapped it in.
         targets: (batch, sequence).
         inputs: of its forward.
 
     Raises:
-        ConfigError: the model changes its logits after the head.
+        ConfigError: the model changes its logits after the head, or a converter has replaced that.
     """
-    losses = cast(_Losses, model.get_output_embeddings().losses)
+    losses = _losses_of(model)
     losses.targets = targets
     try:
         output = model(**inputs)
@@ -86,6 +86,21 @@ def with_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> Any:
         losses.targets = None
     losses.check(output.logits)
     return output
+
+
+def _losses_of(model: Any) -> _Losses:
+    """What `chunk_head` has given to the head, whatever is round it by now."""
+    found = (vars(module).get("losses") for module in model.modules())
+    losses = next((one for one in found if isinstance(one, _Losses)), None)
+    if losses is None:
+        raise ConfigError(
+            "train.converters",
+            type(model).__name__,
+            "they have put another head in the place of the one that train.task.loss_chunk has "
+            "work on some tokens at a time",
+            "Use loss_chunk=None, or converters that leave the head as it is",
+        )
+    return losses
 
 
 def check_chunks(config: Mapping[str, Any], chunk: int, seq_len: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import ConfigError
@@ -22,12 +23,31 @@ _MORE = ("sliding_window", "softcap", "position_bias", "s_aux", "cache")
 
 def put_ring_in(model: nn.Module, ring: Ring) -> None:
     """Has all attention of a transformers model go round `ring`. In place, before anything splits
-    the model."""
-    for module in model.modules():
-        if hasattr(module, "is_causal"):  # transformers' mark of an attention
-            cast(Any, module).ring = ring
-    network: Any = model
-    network.ring, network.config._attn_implementation = ring, IMPLEMENTATION
+    the model, which a converter may have wrapped.
+
+    Raises:
+        ConfigError: it has none, as a converter has replaced it.
+    """
+    config = _config_of(model)
+    # `is_causal` is transformers' mark of an attention.
+    attentions = [module for module in model.modules() if hasattr(module, "is_causal")]
+    if config is None or not attentions:
+        raise ConfigError(
+            "train.converters",
+            type(model).__name__,
+            "the model has no attention of transformers', whose place a ring could take",
+            "Use train.parallel.context = 1 and texts='joined', or converters that leave attention "
+            "as it is",
+        )
+    for module in (model, *attentions):
+        cast(Any, module).ring = ring
+    config._attn_implementation = IMPLEMENTATION
+
+
+def _config_of(model: nn.Module) -> Any:
+    """The outermost transformers configuration of a model and what it wraps; None: it has none."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next((config for config in configs if isinstance(config, PreTrainedConfig)), None)
 
 
 def ring_of(model: nn.Module) -> Ring | None:
@@ -41,11 +61,11 @@ def ring_of(model: nn.Module) -> Ring | None:
 
 def tell_documents(model: nn.Module, documents: Sequence[Any] | None) -> None:
     """Says where the texts begin in the micro-batch that the model is about to compute."""
-    ring, network = ring_of(model), cast(Any, model)
+    ring = ring_of(model)
     if ring is not None:
         ring.documents = documents
     if documents is not None and (
-        ring is None or network.config._attn_implementation != IMPLEMENTATION
+        ring is None or getattr(_config_of(model), "_attn_implementation", None) != IMPLEMENTATION
     ):
         raise ConfigError(
             "train.task.texts",
