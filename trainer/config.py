@@ -24,6 +24,7 @@ from trainer.optimizer import (
     check_settings,
 )
 from trainer.parallel.context.dim import ContextParallel
+from trainer.parallel.dims import TAKEN
 from trainer.parallel.layout import ParallelDims
 from trainer.parallel.strategy import Layout, Strategy, plan_regathered
 
@@ -232,6 +233,13 @@ class ParallelConfig:
                 raise ConfigError(field, degree, "must be at least 1", "Use 1 or more")
             if names.count(name) > 1:
                 raise ConfigError(field, name, "two dimensions have this name", "Use another")
+            if name in TAKEN:
+                raise ConfigError(
+                    "train.parallel.others",
+                    name,
+                    "records and dry runs call something else so",
+                    f"Use another name than {', '.join(sorted(TAKEN))}",
+                )
         self._check_nodes()
         for dim in self.dividing:
             dim.check(train)

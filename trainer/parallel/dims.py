@@ -9,6 +9,12 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
+TAKEN = frozenset(
+    {"replica", "replicas", "lanes", "spares", "node", "nodes", "fsdp", "regather", "apart"}
+)
+"""What a dimension cannot be called: a run's records have these beside its dimensions, and a dry
+run and torch's recordings call groups so. Under one of the first, workers would not be counted."""
+
 
 class MeshDim(Protocol):
     """A dimension whose workers take the same samples and divide the work on them.
@@ -21,7 +27,8 @@ class MeshDim(Protocol):
 
     @property
     def name(self) -> str:
-        """One word, for messages and records; no other dimension of the mesh has it."""
+        """One word, for messages and records; no other dimension of the mesh has it, and it is none
+        of `TAKEN`."""
         ...
 
     @property

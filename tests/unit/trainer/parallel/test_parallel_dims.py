@@ -156,3 +156,13 @@ class Named(Tokens):
 def test_a_dimension_that_cannot_be_is_refused(others: tuple[MeshDim, ...]) -> None:
     with pytest.raises(ConfigError):
         train_with(1, *others).check(LANES)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lanes", "spares", "replica", "replicas", "node", "nodes", "fsdp", "regather", "apart"],
+)
+def test_a_name_that_records_have_for_something_else_is_refused(name: str) -> None:
+    """Of a dimension called lanes, the report's MFU would not have counted the workers."""
+    with pytest.raises(ConfigError, match=rf"others = '{name}'.*lanes, node, nodes"):
+        train_with(1, Tokens(2, name)).check(LANES)
