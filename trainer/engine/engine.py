@@ -41,6 +41,7 @@ from trainer.parallel.apply import (
 )
 from trainer.parallel.backward import BackwardWatch
 from trainer.parallel.block_time import BlockTimes
+from trainer.parallel.compiled import compiling_backward
 from trainer.parallel.host_memory import HostMemory, host_memory
 from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
@@ -313,7 +314,7 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch that is not the lane's last."""
         self.compiles_next = False
-        with self._watch.backward():
+        with self._watch.backward(), compiling_backward():
             loss.backward()
 
     def backward_at_last(self, loss: torch.Tensor, taken: Callable[[int], None]) -> None:
@@ -334,7 +335,7 @@ class Engine:
             there = groups
             taken(self.layout.group_ends[groups])
 
-        with self._watch.backward(take):
+        with self._watch.backward(take), compiling_backward():
             loss.backward()
         take(len(self.layout.group_ends) - 1)
         # Not before: until backward ends, FSDP may reuse the memory of a gradient that is let go.

@@ -231,10 +231,7 @@ class _Compiled:
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if _instead.get() is not None:
                 raise  # a dry run's, which is no compiler
-            log.exception("torch's compiler failed on %s", self._name)  # what is raised says less
-            why = error.inner_exception
-            fact = f"{type(why).__name__}: {_first_line(why)}"
-            raise CompilerFailed(self._name, fact) from error
+            raise _failure(self._name, error) from error
         self._works = True
         return result
 
@@ -257,6 +254,27 @@ class _Compiled:
 
     def _refusal(self, error: Exception) -> CompileError:
         return CompileError(self._name, _first_line(error))
+
+
+@contextmanager
+def compiling_backward() -> Iterator[None]:
+    """Round a backward. That of what is compiled is compiled in its first run, outside of any call
+    of it, so which block it was is not known. Nothing falls back, as in forward.
+
+    Raises:
+        CompilerFailed: torch's compiler failed there.
+    """
+    try:
+        yield
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        raise _failure("a compiled block's or the loss's backward", error) from error
+
+
+def _failure(what: str, error: Any) -> CompilerFailed:
+    """Of torch's BackendCompilerFailed, which goes to the log whole: what is raised says less."""
+    log.exception("torch's compiler failed on %s", what)
+    why = error.inner_exception
+    return CompilerFailed(what, f"{type(why).__name__}: {_first_line(why)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -10,19 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.graph import GraphLowering
 
 from tests.support.counting_backend import Counting
 from tests.support.data_plane import make_engine
 from tests.support.quiet_link import QuietLink
 from tests.support.tiny import tiny_task, tiny_train
 from trainer.backend.groups import leave_replica_group
+from trainer.backend.origin import origin_of
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import OffloadConfig, ParallelConfig, TrainConfig
-from trainer.errors import ConfigError
+from trainer.errors import CompilerFailed, ConfigError, describe
 from trainer.float8.config import Float8
 from trainer.loop import compile_ahead as module
 from trainer.loop.compile_ahead import compile_ahead, rehearse
@@ -65,6 +71,55 @@ def test_the_first_replica_compiles_nothing_more(
     leave_replica_group()
     assert backend.graphs == 1
     assert backend.calls == 2 * 2  # blocks, by engines
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forward is computed as it is, backward compiled by inductor, which fails as with a full
+    disk."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left\nand more of it")
+
+    torch._dynamo.reset()
+    backend = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=partial(compile_fx_inner, is_backward=True)
+    )
+    monkeypatch.setattr(GraphLowering, "run", fail)
+    monkeypatch.setattr(apply, "compile_blocks", partial(compile_blocks, backend=backend))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.usefixtures("broken")
+def test_a_compiler_that_fails_in_backward_is_told_as_one(
+    text: Path, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture, last: bool
+) -> None:
+    """torch compiles backward in its first run: ahead of the first step, or in it."""
+    train = tiny_train(text, compile="on", lanes=1)
+    task = replace(train.task.prepare(train, str(tmp_path)), compile="off")  # its loss: blocks are
+    engine = make_engine(0, Rendezvous(host="127.0.0.1", port=port, timeout_s=60), task, train)
+    engine.collect_in(engine.gradient)
+    with pytest.raises(CompilerFailed, match=r"backward: OSError: no space left\. If") as failed:
+        if last:
+            batch = engine.take(task.train_data().batch(np.arange(4)))
+            engine.backward_at_last(task.loss(engine.model, batch)[0], lambda _: None)
+        else:
+            compile_ahead(engine, 1)
+    del engine
+    leave_replica_group()
+    assert origin_of(failed.value) == "compiler" and describe(failed.value) == str(failed.value)
+    assert "and more of it" in caplog.text and "Traceback" in caplog.text
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_rehearsal_tells_of_a_compiler_that_fails_in_backward(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = tiny_train(text, compile="on")
+    rehearsed(replace(train.task.prepare(train, str(tmp_path)), compile="off"), train)
+    assert "joins without: torch's compiler failed on" in caplog.text
 
 
 @dataclass
