@@ -52,8 +52,8 @@ def plan_repairs(
     dims: ParallelDims,
     next_number: int,
 ) -> list[Replica]:
-    """Makes whole again what `idle` workers are enough for, those that talk most on one node where
-    there are workers for it.
+    """Makes whole again what `idle` workers are enough for, the largest first, those that talk most
+    on one node where there are workers for it.
 
     Args:
         remnants: all whose replica is not being built.
@@ -62,43 +62,46 @@ def plan_repairs(
         dims: of a whole replica.
         next_number: number of the first new formation.
     """
-    pool, repaired = list(idle), list[Replica]()
+    chosen, spare = list[Remnant](), len(idle)
     for remnant in _largest_first(remnants):
-        if len(remnant.workers) + len(pool) < dims.workers:
+        spare -= dims.workers - len(remnant.workers)
+        if spare < 0:
             break
-        workers = _fill(remnant.workers, pool, members, dims)
-        taken = set(workers)
-        pool = [worker for worker in pool if worker not in taken]
-        number = next_number + len(repaired)
-        repaired.append(Replica(index=remnant.index, formed=number, workers=workers))
-    return repaired
+        chosen.append(remnant)
+    filled = _fill([remnant.workers for remnant in chosen], idle, members, dims)
+    return [
+        Replica(index=remnant.index, formed=next_number + i, workers=workers)
+        for i, (remnant, workers) in enumerate(zip(chosen, filled, strict=True))
+    ]
 
 
 def _fill(
-    kept: Mapping[int, str],
+    kept: Iterable[Mapping[int, str]],
     pool: Iterable[str],
     members: Mapping[str, Identity],
     dims: ParallelDims,
-) -> tuple[str, ...]:
-    """A replica's workers by rank: those that are `kept`, and some of `pool`, which are enough.
+) -> list[tuple[str, ...]]:
+    """The workers of each replica by rank: those that are `kept` of it, and some of `pool`, which
+    are enough.
 
-    Whose tensor peers live is first, and gets a worker on their node; then whoever shares samples,
-    and then a level of two-level collectives, with those that live. A tensor group that is lost as
-    a whole gets its workers from one node.
+    In all of them whose tensor peers live is first, and gets a worker on their node; then whoever
+    shares samples, and then a level of two-level collectives, with those that live. A tensor group
+    that is lost as a whole gets its workers from one node.
     """
-    workers, free = dict(kept), defaultdict[str, list[str]](list)
+    replicas, free = [dict(workers) for workers in kept], defaultdict[str, list[str]](list)
     for worker in pool:
         free[members[worker].node].append(worker)
-    lost: dict[int, list[int]] = defaultdict(list)  # tensor group -> its ranks without a worker
-    for rank in range(dims.workers):
-        if rank not in kept:
-            lost[rank // dims.tensor].append(rank)
+    lost: list[tuple[dict[int, str], list[int]]] = []  # a replica, and a tensor group's lost ranks
+    for workers in replicas:
+        for first in range(0, dims.workers, dims.tensor):
+            ranks = [r for r in range(first, first + dims.tensor) if r not in workers]
+            lost.append((workers, ranks))
 
-    def take(ranks: list[int], node: str) -> None:
+    def take(workers: dict[int, str], ranks: list[int], node: str) -> None:
         while ranks and free[node]:
             workers[ranks.pop(0)] = free[node].pop(0)
 
-    def near(rank: int, circle: Callable[[int], int]) -> set[str]:
+    def near(workers: dict[int, str], rank: int, circle: Callable[[int], int]) -> set[str]:
         mates = (worker for other, worker in workers.items() if circle(other) == circle(rank))
         return {members[worker].node for worker in mates}
 
@@ -108,16 +111,19 @@ def _fill(
         lambda rank: rank // dims.unit % dims.nodes,
     )
     for number, circle in enumerate(circles):
-        for ranks in (ranks for ranks in lost.values() if ranks):
-            mates = near(ranks[0], circle)
+        for workers, ranks in lost:
+            if not ranks:
+                continue
+            mates = near(workers, ranks[0], circle)
             for node in free:
                 if node in mates and (number == 0 or len(free[node]) >= len(ranks)):
-                    take(ranks, node)
-    for ranks in lost.values():
+                    take(workers, ranks, node)
+    for workers, ranks in lost:
         while ranks:
             theirs = {members[worker].node for worker in workers.values()}
-            take(ranks, max(free, key=lambda n: (min(len(free[n]), len(ranks)), n in theirs)))
-    return tuple(workers[rank] for rank in range(dims.workers))
+            node = max(free, key=lambda n: (min(len(free[n]), len(ranks)), n in theirs))
+            take(workers, ranks, node)
+    return [tuple(workers[rank] for rank in range(dims.workers)) for workers in replicas]
 
 
 def _largest_first(remnants: Sequence[Remnant]) -> list[Remnant]:

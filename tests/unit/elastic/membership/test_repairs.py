@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import permutations
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from elastic.membership.repairs import plan_repairs
 from elastic.protocol.messages import Identity
@@ -19,25 +22,33 @@ def on_nodes(nodes: Mapping[str, str]) -> dict[str, Identity]:
     }
 
 
-def repair(dims: ParallelDims, kept: str, idle: Mapping[str, str]) -> tuple[str, ...]:
-    """One replica of workers that are named after their nodes, in capitals; "-" is lost.
+def by_rank(names: str) -> dict[int, str]:
+    return {rank: name for rank, name in enumerate(names.split()) if name != "-"}
+
+
+def repair(dims: ParallelDims, kept: Sequence[str], idle: Mapping[str, str]) -> list[str]:
+    """Replicas of workers that are named after their nodes, in capitals; "-" is lost.
 
     Args:
-        dims: its.
-        kept: by rank.
+        dims: of each.
+        kept: of each, by rank.
         idle: worker -> its node.
     """
-    workers = {rank: name for rank, name in enumerate(kept.split()) if name != "-"}
-    members = on_nodes({name: name[0].upper() for name in workers.values()} | dict(idle))
-    remnant = Remnant(index=0, formed=1, workers=workers)
-    (replica,) = plan_repairs([remnant], list(idle), members, dims, 2)
-    assert (replica.index, replica.formed) == (0, 2)
-    return replica.workers
+    remnants = [
+        Remnant(index=index, formed=1 + index, workers=by_rank(names))
+        for index, names in enumerate(kept)
+    ]
+    nodes = {name: name[0].upper() for r in remnants for name in r.workers.values()} | dict(idle)
+    whole = plan_repairs(remnants, list(idle), on_nodes(nodes), dims, 9)
+    assert [replica.formed for replica in whole] == [9 + i for i in range(len(whole))]
+    return [" ".join(replica.workers) for replica in sorted(whole, key=lambda r: r.index)]
 
 
 TENSOR = ParallelDims(shard=2, tensor=2)
 LEVELS = ParallelDims(shard=4, tensor=2, nodes=2)
 CONTEXT = ParallelDims(shard=2, others=(("context", 2),))
+
+FLAT = ParallelDims(shard=4)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +85,72 @@ def test_those_that_talk_most_are_on_one_node(
     dims: ParallelDims, kept: str, idle: dict[str, str], whole: str | None
 ) -> None:
     whole = whole or "a0 a1 b0 b1 a2 a3 b8 b9"
-    assert repair(dims, kept, idle) == tuple(whole.split())
+    assert repair(dims, [kept], idle) == [whole]
+
+
+@pytest.mark.parametrize("dims", [TENSOR, CONTEXT, LEVELS, FLAT])
+@pytest.mark.parametrize("nodes", [*permutations("ab"), *permutations("ac")])
+@pytest.mark.parametrize("idle", permutations(["a9", "b9"]))
+def test_of_two_remnants_each_gets_the_worker_on_its_own_node(
+    dims: ParallelDims, nodes: Sequence[str], idle: Sequence[str]
+) -> None:
+    """The one on node C has none there, and leaves the other's to it."""
+    kept = [" ".join(f"{node}{rank}" for rank in range(dims.workers - 1)) for node in nodes]
+    found = repair(dims, [f"{names} -" for names in kept], {w: w[0].upper() for w in idle})
+    assert found == [f"{names} {'a9' if names[0] == 'a' else 'b9'}" for names in kept]
+
+
+@pytest.mark.parametrize("kept", permutations(["a0 a1 c2 -", "b0 b1 a2 -"]))
+@pytest.mark.parametrize("idle", permutations(["a9", "b9"]))
+def test_a_tensor_peer_has_its_neighbour_before_the_rest_of_another_replica(
+    kept: Sequence[str], idle: Sequence[str]
+) -> None:
+    found = repair(TENSOR, kept, {name: name[0].upper() for name in idle})
+    whole = {"a0 a1 c2 -": "a0 a1 c2 b9", "b0 b1 a2 -": "b0 b1 a2 a9"}
+    assert found == [whole[names] for names in kept]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("ABC-"), min_size=4, max_size=4), min_size=2, max_size=3),
+    st.lists(st.sampled_from("ABC"), max_size=6),
+    st.sampled_from([TENSOR, CONTEXT, FLAT]),
+)
+@example([[*"AAB-"], [*"AAA-"]], [*"AC"], TENSOR)
+def test_any_remnants(kept: list[list[str]], idle: list[str], dims: ParallelDims) -> None:
+    remnants = [
+        Remnant(
+            index=index,
+            formed=1 + index,
+            workers={rank: f"{node}{index}{rank}" for rank, node in enumerate(row) if node != "-"},
+        )
+        for index, row in enumerate(kept)
+    ]
+    pool = [f"{node}s{number}" for number, node in enumerate(idle)]
+    names = [worker for remnant in remnants for worker in remnant.workers.values()] + pool
+    members = on_nodes({name: name[0] for name in names})
+    whole = plan_repairs(remnants, pool, members, dims, 9)
+    # The largest, as many as there are workers for.
+    lacking = sorted(row.count("-") for row in kept)
+    assert [kept[replica.index].count("-") for replica in whole] == lacking[: len(whole)]
+    assert sum(lacking[: len(whole)]) <= len(idle)
+    assert len(whole) == len(kept) or sum(lacking[: len(whole) + 1]) > len(idle)
+    # Survivors keep their ranks, and each of the others has one place at most.
+    for replica in whole:
+        assert remnants[replica.index].workers.items() <= dict(enumerate(replica.workers)).items()
+    placed = [worker for replica in whole for worker in replica.workers]
+    assert len({*placed}) == len(placed) == 4 * len(whole) and {*placed} <= {*names}
+    if dims is not TENSOR:
+        return
+    # Who is far from its tensor peer is not where another's lives that got a far one, and nobody
+    # near is left.
+    far = {
+        (kept[replica.index][rank ^ 1], worker[0])
+        for replica in whole
+        for rank, worker in enumerate(replica.workers)
+        if kept[replica.index][rank] == "-" and kept[replica.index][rank ^ 1] != worker[0]
+    }
+    left = {worker[0] for worker in pool if worker not in placed}
+    assert not {peer for peer, _ in far} & ({node for _, node in far} | left)
 
 
 def test_what_idle_workers_are_not_enough_for_waits() -> None:
