@@ -16,7 +16,7 @@ from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
 from elastic.membership.progress import Progress
 from elastic.membership.reassembly import find_copy, plan_reassembly
-from elastic.membership.repairs import merge_remnants, plan_repairs
+from elastic.membership.repairs import find_mendable, merge_remnants, plan_repairs
 from elastic.membership.topology import holds_together, plan_seats
 from elastic.protocol.messages import Identity, Report
 from elastic.protocol.roster import Replica, find_room, plan_formations
@@ -185,9 +185,9 @@ class Formations:
     @property
     def mendable(self) -> bool:
         """Whether what is left of some replica can be made whole."""
-        idle, size = len(self._places.idle), self._config.workers_per_replica
-        left, freed = merge_remnants(self._places.unrepaired, idle, size)
-        return any(len(remnant.workers) + idle + len(freed) >= size for remnant in left)
+        idle, dims = len(self._places.idle), self._config.dims
+        left, freed = merge_remnants(self._places.unrepaired, idle, self._members, dims)
+        return bool(find_mendable(left, idle + len(freed), dims.workers))
 
     def repair(self) -> tuple[Replica, ...]:
         """Has what is left of replicas made whole, as far as there are workers for it. Called where
@@ -196,7 +196,7 @@ class Formations:
         unrepaired = places.unrepaired
         if not unrepaired:
             return ()
-        left, _ = merge_remnants(unrepaired, len(places.idle), dims.workers)
+        left, _ = merge_remnants(unrepaired, len(places.idle), self._members, dims)
         others = [each for each in places.remnants.values() if each not in unrepaired]
         places.set_remnants([*others, *left])
         repaired = self._begin(plan_repairs(left, self._pool, self._members, dims, self.begun + 1))

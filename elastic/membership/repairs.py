@@ -16,31 +16,71 @@ from elastic.protocol.roster import Remnant, Replica
 from trainer.parallel.layout import ParallelDims
 
 
+def find_mendable(remnants: Sequence[Remnant], idle: int, size: int) -> list[Remnant]:
+    """Those that so many `idle` workers make replicas of `size`, the largest first."""
+    found = list[Remnant]()
+    for remnant in _largest_first(remnants):
+        idle -= size - len(remnant.workers)
+        if idle < 0:
+            break
+        found.append(remnant)
+    return found
+
+
 def merge_remnants(
-    remnants: Sequence[Remnant], idle: int, size: int
+    remnants: Sequence[Remnant], idle: int, members: Mapping[str, Identity], dims: ParallelDims
 ) -> tuple[list[Remnant], list[str]]:
     """Gives up as many of `remnants` as must be for one that can be made whole, if that is enough.
+
+    Each of their workers goes to the largest that lacks its rank; rather to one that has its tensor
+    peers on the worker's node, but not where fewer were left then, or more workers had to heal.
 
     Args:
         remnants: all whose replica is not being built.
         idle: workers without a place.
-        size: workers in a whole replica.
+        members: all workers of `remnants`, with their nodes.
+        dims: of a whole replica.
 
     Returns:
         Those that are left, with the workers of the others whose ranks they lacked; and the other
         workers of those others, who are idle now.
     """
+    if sum(len(remnant.workers) for remnant in remnants) + idle < dims.workers:
+        return _largest_first(remnants), []
+
+    def near(remnant: Remnant, rank: int, worker: str) -> bool:
+        first = rank - rank % dims.tensor
+        peers = (remnant.workers.get(other) for other in range(first, first + dims.tensor))
+        return any(peer and members[peer].node == members[worker].node for peer in peers)
+
+    def count(left: Sequence[Remnant], freed: Sequence[str]) -> tuple[int, int]:
+        whole = find_mendable(left, idle + len(freed), dims.workers)
+        return len(left), sum(len(remnant.workers) for remnant in whole)
+
+    wanted = _merge(remnants, idle, dims.workers, near)
+    by_size = _merge(remnants, idle, dims.workers, lambda *_: False)
+    less = any(a < b for a, b in zip(count(*wanted), count(*by_size), strict=True))
+    return by_size if less else wanted
+
+
+def _merge(
+    remnants: Sequence[Remnant],
+    idle: int,
+    size: int,
+    prefers: Callable[[Remnant, int, str], bool],
+) -> tuple[list[Remnant], list[str]]:
+    """As `merge_remnants`, whatever it costs: of those that lack a worker's rank the largest that
+    `prefers` it gets it, else the largest."""
     left, freed = _largest_first(remnants), list[str]()
-    if sum(len(remnant.workers) for remnant in left) + idle < size:
-        return left, freed
-    while len(left) > 1 and all(len(r.workers) + idle + len(freed) < size for r in left):
+    while len(left) > 1 and not find_mendable(left, idle + len(freed), size):
         for rank, worker in left.pop().workers.items():
-            place = next((i for i, r in enumerate(left) if rank not in r.workers), None)
-            if place is None:
-                freed.append(worker)
-            else:
+            places = [i for i, other in enumerate(left) if rank not in other.workers]
+            if places:
+                place = max(places, key=lambda i: prefers(left[i], rank, worker))
                 other = left[place]
                 left[place] = replace(other, workers={**other.workers, rank: worker})
+            else:
+                freed.append(worker)
         left = _largest_first(left)
     return left, freed
 
@@ -62,12 +102,7 @@ def plan_repairs(
         dims: of a whole replica.
         next_number: number of the first new formation.
     """
-    chosen, spare = list[Remnant](), len(idle)
-    for remnant in _largest_first(remnants):
-        spare -= dims.workers - len(remnant.workers)
-        if spare < 0:
-            break
-        chosen.append(remnant)
+    chosen = find_mendable(remnants, len(idle), dims.workers)
     filled = _fill([remnant.workers for remnant in chosen], idle, members, dims)
     return [
         Replica(index=remnant.index, formed=next_number + i, workers=workers)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic.membership.repairs import plan_repairs
+from elastic.membership.repairs import find_mendable, merge_remnants, plan_repairs
 from elastic.protocol.messages import Identity
 from elastic.protocol.roster import Remnant
 from trainer.parallel.layout import ParallelDims
@@ -26,6 +26,13 @@ def by_rank(names: str) -> dict[int, str]:
     return {rank: name for rank, name in enumerate(names.split()) if name != "-"}
 
 
+def list_remnants(kept: Sequence[str]) -> list[Remnant]:
+    return [
+        Remnant(index=index, formed=1 + index, workers=by_rank(names))
+        for index, names in enumerate(kept)
+    ]
+
+
 def repair(dims: ParallelDims, kept: Sequence[str], idle: Mapping[str, str]) -> list[str]:
     """Replicas of workers that are named after their nodes, in capitals; "-" is lost.
 
@@ -34,10 +41,7 @@ def repair(dims: ParallelDims, kept: Sequence[str], idle: Mapping[str, str]) -> 
         kept: of each, by rank.
         idle: worker -> its node.
     """
-    remnants = [
-        Remnant(index=index, formed=1 + index, workers=by_rank(names))
-        for index, names in enumerate(kept)
-    ]
+    remnants = list_remnants(kept)
     nodes = {name: name[0].upper() for r in remnants for name in r.workers.values()} | dict(idle)
     whole = plan_repairs(remnants, list(idle), on_nodes(nodes), dims, 9)
     assert [replica.formed for replica in whole] == [9 + i for i in range(len(whole))]
@@ -161,3 +165,62 @@ def test_what_idle_workers_are_not_enough_for_waits() -> None:
     ]
     (replica,) = plan_repairs(remnants, ["s"], members, ParallelDims(shard=3), 5)
     assert replica.workers == ("b0", "s", "c0")
+
+
+def merge(dims: ParallelDims, kept: Sequence[str], idle: int) -> tuple[list[str], list[str]]:
+    """Those that are left, in order of index, and those who are idle. Arguments as `repair`."""
+    names = [name for row in kept for name in row.split()]
+    members = on_nodes({name: name[0].upper() for name in names})
+    left, freed = merge_remnants(list_remnants(kept), idle, members, dims)
+    ranks = range(dims.workers)
+    left = sorted(left, key=lambda remnant: remnant.index)
+    return [" ".join(each.workers.get(r, "-") for r in ranks) for each in left], freed
+
+
+@pytest.mark.parametrize(
+    ("dims", "kept", "idle", "left", "freed"),
+    [
+        # The tensor peers' nodes, not the oldest.
+        (TENSOR, "a0 - b0 -, c0 - d0 -, - c1 - d1", 0, "a0 - b0 -, c0 c1 d0 d1", ""),
+        (TENSOR, "c0 - d0 -, a0 - b0 -, - c1 - d1", 0, "c0 c1 d0 d1, a0 - b0 -", ""),
+        # Near none, or all: the oldest; and so without tensor peers.
+        (TENSOR, "a0 - b0 -, c0 - d0 -, - x1 - x3", 0, "a0 x1 b0 x3, c0 - d0 -", ""),
+        (TENSOR, "x0 - x2 -, x4 - x6 -, - x1 - x3", 0, "x0 x1 x2 x3, x4 - x6 -", ""),
+        (FLAT, "a0 - b0 -, c0 - d0 -, - c1 - d1", 0, "a0 c1 b0 d1, c0 - d0 -", ""),
+        # Where each would have one near worker, and none would be whole, another would be given up.
+        (TENSOR, "a0 - b0 -, c0 - d0 -, - a1 - d1", 0, "a0 a1 b0 d1, c0 - d0 -", ""),
+        # Or an idle worker would have to heal.
+        (TENSOR, "a0 - b0 -, c0 - d0 -, - a1 - d1", 1, "a0 a1 b0 d1, c0 - d0 -", ""),
+        # Who is of no use to others is idle.
+        (TENSOR, "a0 a1 - -, b0 b1 - -", 1, "a0 a1 - -", "b0 b1"),
+    ],
+)
+def test_workers_of_one_given_up_go_where_their_tensor_peers_are(
+    dims: ParallelDims, kept: str, idle: int, left: str, freed: str
+) -> None:
+    assert merge(dims, kept.split(", "), idle) == (left.split(", "), freed.split())
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("AB--"), min_size=4, max_size=4), min_size=2, max_size=5),
+    st.integers(0, 3),
+)
+@example([[*"A-B-"], [*"B-A-"], [*"-A-A"]], 0)
+def test_no_more_are_given_up_for_tensor_peers(kept: list[list[str]], idle: int) -> None:
+    rows = [
+        " ".join(node if node == "-" else f"{node}{i}{rank}" for rank, node in enumerate(row))
+        for i, row in enumerate(kept)
+    ]
+    left, freed = merge(TENSOR, rows, idle)
+    by_size, idle_then = merge(FLAT, rows, idle)  # that has no tensor peers
+    assert len(left) >= len(by_size)
+    assert survivors(left, idle + len(freed)) >= survivors(by_size, idle + len(idle_then))
+    # Nobody is lost, and each keeps its rank.
+    ranks = {worker: rank for row in rows for rank, worker in by_rank(row).items()}
+    placed = [(worker, rank) for row in left for rank, worker in by_rank(row).items()]
+    assert sorted([*placed, *((w, ranks[w]) for w in freed)]) == sorted(ranks.items())
+
+
+def survivors(left: Sequence[str], idle: int) -> int:
+    """Workers with state in the replicas that can be made whole."""
+    return sum(len(each.workers) for each in find_mendable(list_remnants(left), idle, 4))
