@@ -27,7 +27,8 @@ class ScalingConfig:
     """CPUs that Ray reserves for a worker."""
     gpus_per_worker: float = 1.0
     """GPUs that Ray reserves for a worker, with device="cuda": it uses one, or shares one with
-    others (0.5). Ranks that share one need an `NCCL_HOSTID` each, and are slow: for tests."""
+    others (0.5), never parts of two: with 0.8 a GPU holds one worker. Ranks that share one need an
+    `NCCL_HOSTID` each, and are slow: for tests."""
     allow_tcp: bool = False
     """On machines with EFA devices, NCCL may go over TCP. Without it a worker there fails when its
     first group is made, as TCP is 10 to 100 times slower."""

@@ -15,6 +15,7 @@ from elastic.ray_compat.cluster import available_per_node
 from elastic.ray_compat.groups import Demand
 from trainer.capability import BFLOAT16, FLOAT8, all_older
 from trainer.config import ParallelConfig, TrainConfig
+from trainer.dryrun.machines import count_sharing
 from trainer.dryrun.on_nodes import find_misfits
 from trainer.errors import ConfigError
 from trainer.float8.config import Float8
@@ -197,14 +198,14 @@ def check_spares(scaling: ScalingConfig, parallel: ParallelConfig) -> None:
 def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:
     """Workers that the free resources of one node hold."""
     needs = scaling.resources_per_worker
-    return min(
-        (
-            math.floor(there.get(name, 0.0) / amount + 1e-9)
-            for name, amount in needs.items()
-            if amount
-        ),
-        default=0,
-    )
+    fitting = [
+        count_sharing(there.get(name, 0.0), amount)
+        if name == "GPU"
+        else math.floor(there.get(name, 0.0) / amount + 1e-9)
+        for name, amount in needs.items()
+        if amount
+    ]
+    return min(fitting, default=0)
 
 
 def _describe(scaling: ScalingConfig, there: dict[str, float]) -> str:

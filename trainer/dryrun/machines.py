@@ -22,6 +22,20 @@ UNUSABLE = 0.05
 blocks, and what waits for another stream."""
 
 
+def count_sharing(gpus: float, gpus_per_worker: float) -> int:
+    """Workers that `gpus` of one node hold: Ray gives none parts of two.
+
+    Of what is free Ray tells the sum alone. That is taken for whole GPUs and a part of one more:
+    so it is where nobody else shares them, or on one GPU alone.
+
+    Args:
+        gpus: there, or free.
+        gpus_per_worker: more than 0, 1 at most.
+    """
+    whole, part = divmod(gpus + 1e-9, 1)
+    return int(whole) * int(1 / gpus_per_worker + 1e-9) + int(part / gpus_per_worker + 1e-9)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """A kind of node."""
@@ -36,11 +50,10 @@ class Machine:
     """Of the machine itself; None: unknown."""
 
     def shared(self, gpus_per_worker: float) -> Machine:
-        """As workers see it that have a part of a GPU each: more GPUs, which are smaller. Ray gives
-        no worker parts of two."""
+        """As workers see it that have a part of a GPU each: more GPUs, which are smaller."""
         return replace(
             self,
-            gpus=self.gpus * int(1 / gpus_per_worker + 1e-9),
+            gpus=count_sharing(self.gpus, gpus_per_worker),
             memory_bytes=int(self.memory_bytes * gpus_per_worker),
         )
 

@@ -22,6 +22,10 @@ CPU = ScalingConfig(cpus_per_worker=1)
 GPU = ScalingConfig(device="cuda", cpus_per_worker=4)
 
 
+def share(gpus: float) -> ScalingConfig:
+    return ScalingConfig(device="cuda", cpus_per_worker=0, gpus_per_worker=gpus)
+
+
 @pytest.mark.parametrize(
     ("scaling", "there", "workers"),
     [
@@ -35,6 +39,16 @@ GPU = ScalingConfig(device="cuda", cpus_per_worker=4)
         (GPU, {"CPU": 9.0, "GPU": 8.0}, 2),
         (GPU, {"CPU": 96.0}, 0),
         (ScalingConfig(device="cuda", cpus_per_worker=0), {"GPU": 2.0}, 2),
+        (GPU, {"CPU": 96.0, "GPU": 1.5}, 1),
+        (share(0.8), {"GPU": 8.0}, 8),  # not 10: Ray gives no worker parts of two GPUs
+        (share(0.8), {"GPU": 7.2}, 7),  # one is there already
+        (share(0.5), {"GPU": 8.0}, 16),
+        (share(0.5), {"GPU": 0.5}, 1),
+        (share(0.5), {"GPU": 1.5}, 3),
+        (share(0.6), {"GPU": 0.5}, 0),
+        (share(1 / 3), {"GPU": 8.0}, 24),
+        (share(0.1), {"GPU": 0.3}, 3),
+        (share(0.5), {}, 0),
     ],
 )
 def test_the_scarcest_resource_decides(
