@@ -16,7 +16,7 @@ from elastic.membership.decisions import GroupConfig
 from elastic.membership.places import Places
 from elastic.membership.progress import Progress
 from elastic.membership.reassembly import find_copy, plan_reassembly
-from elastic.membership.repairs import find_mendable, merge_remnants, plan_repairs
+from elastic.membership.repairs import merge_remnants, plan_repairs
 from elastic.membership.topology import holds_together, plan_seats
 from elastic.protocol.messages import Identity, Report
 from elastic.protocol.roster import Replica, find_room, plan_formations
@@ -185,9 +185,9 @@ class Formations:
     @property
     def mendable(self) -> bool:
         """Whether what is left of some replica can be made whole."""
-        idle, dims = len(self._places.idle), self._config.dims
-        left, freed = merge_remnants(self._places.unrepaired, idle, self._members, dims)
-        return bool(find_mendable(left, idle + len(freed), dims.workers))
+        there = sum(len(remnant.workers) for remnant in self._places.unrepaired)
+        size = self._config.workers_per_replica
+        return there > 0 and there + len(self._places.idle) >= size
 
     def repair(self) -> tuple[Replica, ...]:
         """Has what is left of replicas made whole, as far as there are workers for it. Called where

@@ -119,9 +119,10 @@ def _fill(
     """The workers of each replica by rank: those that are `kept` of it, and some of `pool`, which
     are enough.
 
-    In all of them whose tensor peers live is first, and gets a worker on their node; then whoever
-    shares samples, and then a level of two-level collectives, with those that live. A tensor group
-    that is lost as a whole gets its workers from one node.
+    In all of them whose tensor peers live is first, and gets a worker on their node. A tensor group
+    that is lost as a whole is next, and gets its workers from one node. Of several nodes it takes
+    that of those that live of whoever shares samples, and then of a level of two-level collectives.
+    So does, at last, whose tensor peers have no free worker on their node.
     """
     replicas, free = [dict(workers) for workers in kept], defaultdict[str, list[str]](list)
     for worker in pool:
@@ -145,19 +146,28 @@ def _fill(
         lambda rank: rank // dims.unit,
         lambda rank: rank // dims.unit % dims.nodes,
     )
-    for number, circle in enumerate(circles):
-        for workers, ranks in lost:
+
+    def take_near(number: int, groups: Sequence[tuple[dict[int, str], list[int]]]) -> None:
+        for workers, ranks in groups:
             if not ranks:
                 continue
-            mates = near(workers, ranks[0], circle)
+            mates = near(workers, ranks[0], circles[number])
             for node in free:
                 if node in mates and (number == 0 or len(free[node]) >= len(ranks)):
                     take(workers, ranks, node)
-    for workers, ranks in lost:
-        while ranks:
-            theirs = {members[worker].node for worker in workers.values()}
-            node = max(free, key=lambda n: (min(len(free[n]), len(ranks)), n in theirs))
-            take(workers, ranks, node)
+
+    take_near(0, lost)
+    # Whose tensor peers are far anyway leaves room on one node for those that are lost together.
+    together = [group for group in lost if len(group[1]) == dims.tensor]
+    apart = [group for group in lost if len(group[1]) < dims.tensor]
+    for groups in (together, apart):
+        take_near(1, groups)
+        take_near(2, groups)
+        for workers, ranks in groups:
+            while ranks:
+                theirs = {members[worker].node for worker in workers.values()}
+                node = max(free, key=lambda n: (min(len(free[n]), len(ranks)), n in theirs))
+                take(workers, ranks, node)
     return [tuple(workers[rank] for rank in range(dims.workers)) for workers in replicas]
 
 

@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from statistics import median
 
 from elastic.protocol.events import (
@@ -64,7 +64,8 @@ class Gap:
     """When the last roster within stood, in seconds since the epoch; None: there was no regroup."""
     step_s: float
     """Seconds of an undisturbed step of its start: the median over the gaps without a regroup;
-    where there are none, over the times from a roster to the next step."""
+    where there are none, over those of all starts; where there are none either, over the times
+    from a roster of its start to the next step."""
 
     @property
     def seconds(self) -> float:
@@ -212,15 +213,13 @@ class _Session:
 
 
 def _find_gaps(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Gap]:
-    """The gaps between consecutive committed steps of one start."""
+    """The gaps between consecutive committed steps of one start, `step_s` not yet known."""
     losses = sorted(
         (e.time, e.lost_steps) for e in events if isinstance(e, RegroupDone) and e.lost_steps
     )
     lost_by = [0, *accumulate(n for _, n in losses)]
     rosters = sorted(e.time for e in events if isinstance(e, RegroupDone))
     times = [time for time, _ in losses]
-    last_rosters = [_last_within(rosters, a.time, b.time) for a, b in pairwise(steps)]
-    step_s = _median_step_s(steps, last_rosters)
     return [
         Gap(
             begin=a.time,
@@ -230,10 +229,10 @@ def _find_gaps(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Gap
             ),
             tokens=b.tokens,
             replicas=b.replicas,
-            roster=roster,
-            step_s=step_s,
+            roster=_last_within(rosters, a.time, b.time),
+            step_s=0.0,
         )
-        for (a, b), roster in zip(pairwise(steps), last_rosters, strict=True)
+        for a, b in pairwise(steps)
     ]
 
 
@@ -242,17 +241,13 @@ def _last_within(times: Sequence[float], begin: float, end: float) -> float | No
     return times[index - 1] if index and times[index - 1] > begin else None
 
 
-def _median_step_s(steps: Sequence[StepRecord], rosters: Sequence[float | None]) -> float:
-    """See `Gap.step_s`; 0 without gaps.
-
-    Args:
-        steps: of one start.
-        rosters: the last one within each gap between them.
-    """
-    gaps = list(zip(pairwise(steps), rosters, strict=True))
-    undisturbed = [b.time - a.time for (a, b), roster in gaps if roster is None]
-    times = undisturbed or [b.time - roster for (_, b), roster in gaps if roster is not None]
-    return median(times) if times else 0.0
+def _with_step_times(starts: Sequence[Sequence[Gap]]) -> Iterator[list[Gap]]:
+    """The gaps of each start, with their `step_s`."""
+    undisturbed = [[gap.seconds for gap in gaps if gap.roster is None] for gaps in starts]
+    of_all = list(chain.from_iterable(undisturbed))
+    for gaps, own in zip(starts, undisturbed, strict=True):
+        times = own or of_all or [gap.end - gap.roster for gap in gaps if gap.roster is not None]
+        yield [replace(gap, step_s=median(times)) for gap in gaps]
 
 
 def find_incidents(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Incident]:
@@ -285,9 +280,10 @@ def split_at_starts(events: Sequence[Event], steps: Sequence[StepRecord]) -> lis
     parts: list[list[StepRecord]] = [[] for _ in sessions]
     for step in steps:
         parts[bisect_right(begins, step.time)].append(step)
+    gaps = _with_step_times([*map(_find_gaps, sessions, parts)])
     return [
-        Start(events=session, steps=part, gaps=_find_gaps(session, part))
-        for session, part in zip(sessions, parts, strict=True)
+        Start(events=session, steps=part, gaps=between)
+        for session, part, between in zip(sessions, parts, gaps, strict=True)
     ]
 
 

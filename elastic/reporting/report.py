@@ -99,7 +99,7 @@ class Report:
     """What came of `train.profile`: trace, steps, and the dearest operators."""
     median_step_s: float | None
     """Median time between consecutive committed steps of the last start with no regroup in between;
-    where there are none, from a roster to the next committed step."""
+    where there are none, of all starts. See `Gap.step_s`."""
     longest_stall_s: float | None
     """Largest time between consecutive committed steps, less the median of their start and the time
     of lost steps. A stop and a new start of the run are not a stall."""

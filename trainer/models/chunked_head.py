@@ -62,8 +62,8 @@ def chunk_head(model: Any, chunk: int, entropy: Entropy = sum_entropy) -> None:
     head = model.get_output_embeddings()
     if head is None:
         raise ConfigError("train.task.loss_chunk", chunk, "the model has no head", "Use None")
-    head.losses = _Losses(chunk, entropy)
-    head.forward = partial(head.losses.forward, head.forward)
+    head.chunked_losses = _Losses(chunk, entropy)
+    head.forward = partial(head.chunked_losses.forward, head.forward)
 
 
 def with_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> Any:
@@ -89,9 +89,10 @@ def with_losses(model: Any, targets: torch.Tensor, **inputs: Any) -> Any:
 
 
 def _losses_of(model: Any) -> _Losses:
-    """What `chunk_head` has given to the head, whatever is round it by now."""
-    found = (vars(module).get("losses") for module in model.modules())
-    losses = next((one for one in found if isinstance(one, _Losses)), None)
+    """What `chunk_head` has given to the head, whatever is round it by now. The model remembers it:
+    it is asked in each micro-batch."""
+    found = (vars(module).get("chunked_losses") for module in model.modules())
+    losses = next((one for one in found if one is not None), None)
     if losses is None:
         raise ConfigError(
             "train.converters",
@@ -100,6 +101,7 @@ def _losses_of(model: Any) -> _Losses:
             "work on some tokens at a time",
             "Use loss_chunk=None, or converters that leave the head as it is",
         )
+    model.chunked_losses = losses
     return losses
 
 

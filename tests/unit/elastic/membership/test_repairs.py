@@ -114,6 +114,15 @@ def test_a_tensor_peer_has_its_neighbour_before_the_rest_of_another_replica(
     assert found == [whole[names] for names in kept]
 
 
+@pytest.mark.parametrize("kept", permutations(["- - a2 a3", "c0 - d2 -"]))
+def test_whose_peer_is_far_takes_none_of_those_that_another_group_needs_together(
+    kept: Sequence[str],
+) -> None:
+    found = repair(TENSOR, kept, {name: name[0].upper() for name in ("c7", "c8", "c9", "b9")})
+    whole = {"- - a2 a3": "c8 c9 a2 a3", "c0 - d2 -": "c0 c7 d2 b9"}
+    assert found == [whole[names] for names in kept]
+
+
 @given(
     st.lists(st.lists(st.sampled_from("ABC-"), min_size=4, max_size=4), min_size=2, max_size=3),
     st.lists(st.sampled_from("ABC"), max_size=6),

@@ -192,6 +192,15 @@ def test_each_start_is_judged_by_its_own_steps_and_the_median_is_of_the_last_one
     assert "median step -\n" in report_text(begun)
 
 
+def test_a_start_without_an_undisturbed_step_is_judged_by_the_others() -> None:
+    # Steps of 1 s; after the resume one step, and a crash that takes 40 s more.
+    events = [*start(100.0), *start(200.0, 6), *crash(203.2, 2, step=7)]
+    report = build_report(events, steps_at(*range(103, 109), 203, 244))
+    assert (report.median_step_s, report.longest_stall_s) == (1.0, 40.0)
+    assert [i.stall_s for i in report.incidents] == [40.0]
+    assert report.effective_time == pytest.approx(1 - 40.0 / 46.0)
+
+
 def test_a_start_whose_line_is_lost_is_not_taken_with_the_next_one() -> None:
     events = [*start(100.0)[1:], *start(500.0, 3)]
     report = build_report(events, steps_at(103, 104, 105, 503, 505, 507))
