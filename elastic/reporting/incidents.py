@@ -247,7 +247,8 @@ def _with_step_times(starts: Sequence[Sequence[Gap]]) -> Iterator[list[Gap]]:
     of_all = list(chain.from_iterable(undisturbed))
     for gaps, own in zip(starts, undisturbed, strict=True):
         times = own or of_all or [gap.end - gap.roster for gap in gaps if gap.roster is not None]
-        yield [replace(gap, step_s=median(times)) for gap in gaps]
+        step_s = median(times) if times else 0.0
+        yield [replace(gap, step_s=step_s) for gap in gaps]
 
 
 def find_incidents(events: Sequence[Event], steps: Sequence[StepRecord]) -> list[Incident]:
