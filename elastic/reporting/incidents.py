@@ -258,10 +258,15 @@ def find_incidents(events: Sequence[Event], steps: Sequence[StepRecord]) -> list
         events: as `read_events` gives them.
         steps: as `read_steps` gives them: each step once, in order.
     """
+    return incidents_of(split_at_starts(events, steps), steps)
+
+
+def incidents_of(starts: Sequence[Start], steps: Sequence[StepRecord]) -> list[Incident]:
+    """As `find_incidents`, of a run that has been cut at its starts."""
     used: set[FaultFired] = set()
     found = [
         _incident(loss, session, steps, used)
-        for session in map(_Session, split_at_starts(events, steps))
+        for session in map(_Session, starts)
         for loss in _losses(session.start.events)
     ]
     return sorted(found, key=lambda i: i.time)

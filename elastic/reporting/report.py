@@ -40,7 +40,7 @@ from elastic.reporting.incidents import (
     Gap,
     Incident,
     Start,
-    find_incidents,
+    incidents_of,
     split_at_starts,
     touching,
 )
@@ -168,7 +168,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
     starts = split_at_starts(events, steps)
     last = starts[-1]
     gaps = [gap for start in starts for gap in start.gaps]
-    incidents = find_incidents(events, steps)
+    incidents = incidents_of(starts, steps)
     started = _of(events, RunStarted)
     regroups = _of(events, RegroupDone)
     ledgers = _of(events, LedgerChecked)
