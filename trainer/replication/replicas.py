@@ -17,7 +17,7 @@ away. Decision: docs/decisions/025.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, cast
@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch._C._autograd import _enable_record_function
 
 from trainer.backend.groups import Device, abandon, abort_groups, make_cross_groups
 from trainer.backend.origin import lasting_device_error
@@ -54,6 +55,21 @@ class Flight:
     """On NCCL, once the host has asked for it: the mark that the device reaches when it is done."""
     result: Any = None
     """And c10d's word of how it went, which comes later than the mark, or with an error."""
+
+
+@contextmanager
+def _unprofiled() -> Iterator[None]:
+    """Within, torch's profiler takes no note of what this thread begins.
+
+    One of Gloo's threads writes the end of a collective into the profiler's records. These are
+    freed when the profiler stops, which it does as a generation ends, whatever is in flight: the
+    process died of it. NCCL's collectives are recorded when they are begun.
+    """
+    _enable_record_function(False)
+    try:
+        yield
+    finally:
+        _enable_record_function(True)
 
 
 class CrossGroup:
@@ -160,7 +176,8 @@ class CrossGroup:
         else:
             self.check()
         try:
-            flight = Flight(issue(self._groups[channel]), buffers)
+            with nullcontext() if self._on_nccl else _unprofiled():
+                flight = Flight(issue(self._groups[channel]), buffers)
         except RuntimeError as error:
             raise self._lose(error) from error
         self._in_flight[id(flight.work)] = flight
