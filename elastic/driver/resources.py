@@ -47,9 +47,9 @@ def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> Worker
                 return plan
             late = time.monotonic() >= deadline
             if late and not demand.holds:
-                raise _too_little(scaling, parallel, there)
+                raise _too_little(scaling, parallel, _describe(there, fitting))
             if not told:
-                log.warning("%s; waiting", _describe(scaling, there))
+                log.warning("%s; waiting", _describe(there, fitting))
                 told = True
             if late:  # it may have what was waited for
                 demand.withdraw()
@@ -208,23 +208,23 @@ def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:
     return min(fitting, default=0)
 
 
-def _describe(scaling: ScalingConfig, there: dict[str, float]) -> str:
-    names = scaling.resources_per_worker
-    return "the cluster has free " + ", ".join(f"{there.get(n, 0.0):g} {n}" for n in names)
+def _describe(there: dict[str, float], fitting: int) -> str:
+    """What is free in all, and the workers that fit: each is on one node, and on one GPU, so that
+    they may be fewer than the sum makes believe."""
+    free = ", ".join(f"{amount:g} {name}" for name, amount in there.items())
+    return f"the cluster has free {free}, room for {fitting} of this run's workers"
 
 
 def _each(scaling: ScalingConfig) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items())
 
 
-def _too_little(
-    scaling: ScalingConfig, parallel: ParallelConfig, there: dict[str, float]
-) -> ResourcesError:
+def _too_little(scaling: ScalingConfig, parallel: ParallelConfig, there: str) -> ResourcesError:
     workers = scaling.min_replicas * parallel.workers
     return ResourcesError(
         f"{workers} workers ({scaling.min_replicas} replicas x {parallel.dims}) with "
         f"{_each(scaling)} each",
-        _describe(scaling, there),
+        there,
         scaling.wait_s,
         "Add nodes (or start Ray with a larger --num-cpus), raise scaling.wait_s where an "
         "autoscaler brings them, lower scaling.min_replicas, or lower scaling.cpus_per_worker",

@@ -228,5 +228,6 @@ def test_spares_without_room(cluster: None, caplog: pytest.LogCaptureFixture) ->
 def test_too_few_resources_after_a_stated_wait(cluster: None, text: Path, tmp_path: Path) -> None:
     trainer = tiny_trainer(text, tmp_path, replicas=40, min_replicas=20, lanes=40, global_batch=40)
     trainer.scaling = ScalingConfig(max_replicas=40, min_replicas=20, wait_s=1.0)
-    with pytest.raises(ResourcesError, match=r"needs 20 workers.*12 CPU \(waited 1 s.*Add nodes"):
+    told = r"needs 20 workers.*12 CPU, room for 12 of this run.s workers \(waited 1 s.*Add nodes"
+    with pytest.raises(ResourcesError, match=told):
         trainer.fit()

@@ -51,6 +51,7 @@ def test_what_a_start_waits_for_is_asked_for_until_it_is_there(cluster: None) ->
 
 
 def test_what_does_not_come_is_asked_for_no_longer(cluster: None) -> None:
-    with all_cpus_taken(), pytest.raises(ResourcesError, match=r"has free 1 CPU .*wait_s where"):
+    told = r"has free 1 CPU, room for 1 of this run.s workers.*wait_s where"
+    with all_cpus_taken(), pytest.raises(ResourcesError, match=told):
         wait_for_workers(ScalingConfig(wait_s=1.0), PAIR)
     assert standing("PENDING", "CREATED") == []
