@@ -13,6 +13,7 @@ from trainer.models.converter import CheckedConverter
 from trainer.models.family import HUGGING_FACE, ModelFamily
 from trainer.models.init import WeightSource
 from trainer.optimizer import master_dtype
+from trainer.parallel.check import check_converted
 from trainer.tasks.task import PreparedTask
 
 
@@ -28,9 +29,10 @@ def build_model(
         device: the worker's; None on the driver.
 
     Raises:
-        ConfigError: the converters leave nothing to train or do not go with the run, a parameter
-            has no dimension, there are no blocks to recompute or to compile, or too few to offload,
-            or the worker's GPU does not compute in that precision.
+        ConfigError: the converters leave nothing to train, or nothing that tensor ranks can share,
+            or do not go with the run, a parameter has no dimension, there are no blocks to
+            recompute or to compile, or too few to offload, or the worker's GPU does not compute in
+            that precision.
     """
     if device is not None and train.precision == "bfloat16":
         check_capability(
@@ -47,6 +49,8 @@ def build_model(
     for converter in train.converters:
         if isinstance(converter, CheckedConverter):
             converter.check(model, train, device)
+    if train.converters and train.parallel.tensor > 1:
+        check_converted(train.converters, model, family_of_task(task))
     if train.converters and not any(param.requires_grad for param in model.parameters()):
         raise ConfigError(
             "train.converters",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
@@ -52,6 +52,22 @@ def check_tensor_parallel(config: Mapping[str, Any], model: Any, degree: int, se
             f"{degree} tensor ranks, which draw alike, would drop the same of their different "
             "tokens and heads",
             f"Set {', '.join(dropped)} to 0, or use train.parallel.tensor = 1",
+        )
+
+
+def check_converted(converters: Sequence[object], model: Any, family: ModelFamily) -> None:
+    """Checks that tensor ranks can share what the converters have left of a model that they could
+    share: another module around it, or one more inside, has no place in the plan.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if why := _why_not_split(model, family):
+        raise ConfigError(
+            "train.converters",
+            converters,
+            f"what they leave of the model cannot be split over tensor ranks: {why}",
+            "Keep the modules and their names, or use train.parallel.tensor = 1",
         )
 
 

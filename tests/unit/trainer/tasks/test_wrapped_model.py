@@ -53,6 +53,16 @@ class Wrap:
 
 
 @dataclass(frozen=True)
+class Adapt:
+    """Gives each block a layer more."""
+
+    def convert(self, model: Any, source: WeightSource) -> tuple[nn.Module, WeightSource]:
+        for block in model.model.layers:
+            block.adapter = nn.Linear(2, 2, bias=False, device="meta")
+        return model, source
+
+
+@dataclass(frozen=True)
 class PlainHead:
     """Puts a head of its own in the place of the model's."""
 
@@ -114,3 +124,25 @@ def test_another_head_does_not_go_with_chunks(tmp_path: Path) -> None:
 def test_without_attention_of_transformers_there_is_no_ring(model: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"train\.converters = .*no attention of transformers'"):
         put_ring_in(model, Ring())
+
+
+@pytest.mark.parametrize(
+    ("converter", "why"),
+    [
+        (Wrap(), r"transformers has no plan for it"),
+        (Adapt(), r"its plan leaves out model\.layers\.0\.adapter, model\.layers\.1\.adapter"),
+        (PlainHead(), None),
+    ],
+)
+def test_tensor_ranks_share_what_the_plan_knows(
+    tmp_path: Path, converter: Any, why: str | None
+) -> None:
+    parallel = ParallelConfig(tensor=2)
+    train = tiny_train(write_text(tmp_path / "text"), parallel=parallel, converters=(converter,))
+    prepared = PreparedCausalLM.without_text(train, 300)
+    if why is None:
+        build_model(prepared, train)
+        return
+    with pytest.raises(ConfigError, match=rf"^train\.converters = .*{why}.*parallel\.tensor = 1"):
+        build_model(prepared, train)
+    build_model(prepared, replace(train, parallel=ParallelConfig(tensor=1)))
