@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-from elastic import Float8, ParallelConfig
+from elastic import Float8, ParallelConfig, Steps
 from tests.support.te_stand_in import OnCpu
 from trainer.parallel.strategy import Strategy
 
@@ -51,6 +51,8 @@ class Features:
     """0, other than the product's: samples pace the steps, those read ahead a little later."""
     gather_ahead: int = 1
     loss_chunk: int | None = None
+    profile: Steps | None = None
+    """A few: what the profiler has seen is written while the run stands still."""
 
     def __str__(self) -> str:
         asked = [(field, getattr(self, field.name)) for field in fields(self)]
@@ -112,7 +114,9 @@ def draw_features(rng: random.Random, layout: Layout) -> Features:
     chunk = rng.choice([None, None, 3, 8])
     in_bfloat16 = precision == "bfloat16" and recipe is None
     library = rng.choice(_LIBRARIES) if in_bfloat16 else None
-    return replace(features, loss_chunk=chunk, library=library)
+    first = rng.randint(1, 34)
+    profile = Steps(first, first + 4) if rng.random() < 0.4 else None
+    return replace(features, loss_chunk=chunk, library=library, profile=profile)
 
 
 _PRODUCTS: tuple[tuple[Dtype, Recipe | None], ...] = (

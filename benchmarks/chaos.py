@@ -12,7 +12,8 @@ that are lost, and the loss of the control plane's machine (needs root, `ip`, `s
 From further random numbers of the seed comes what the trainer is asked for: sharding strategy,
 context and tensor degree, collectives in two levels, recomputation, offloading, texts apart,
 bfloat16 and 8-bit products, a stand-in for Transformer Engine, the loss in chunks, narrow state,
-reading and gathering ahead. Tensor groups in two levels need eight workers: --layouts 1x4x2.
+reading and gathering ahead, a profile of some steps. Tensor groups in two levels need eight
+workers: --layouts 1x4x2.
 
 A run is good when it finishes with the weights, losses and samples of an undisturbed run of one
 replica that is asked for the same, bit for bit, with equal replicas, and leaves nothing behind;

@@ -81,6 +81,7 @@ def words(schedule: Schedule) -> set[str]:
         "ahead": asked.gather_ahead > 1,
         "chunks": asked.loss_chunk is not None,
         "library": asked.library is not None,
+        "profile": asked.profile is not None,
     }
     return {word for word, drawn in found.items() if drawn}
 
@@ -112,7 +113,7 @@ def test_every_pair_of_features_is_drawn(schedules: list[Schedule]) -> None:
     counts = Counter(frozenset(pair) for found in drawn for pair in combinations(found, 2))
     never = set(map(frozenset, NEVER))
     known = sorted(set().union(*drawn))
-    assert len(known) == 28
+    assert len(known) == 29
     wrong = {
         pair: counts[frozenset(pair)]
         for pair in combinations(known, 2)
