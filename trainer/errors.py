@@ -60,7 +60,7 @@ class ConfigError(TrainerError):
         return f"{self.field} = {self.value!r}: {self.fact.removesuffix('.')}. {self.fix}."
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """What there is to say of an exception that is being handled: of one about the settings or the
     compiler its words, of another its traceback. What UTF-8 cannot hold in it, as of the name of a
     file, is escaped: Ray's `sys.stderr` and the run's records would not take it."""

@@ -58,6 +58,6 @@ class SideBuild:
     def _try(self) -> tuple[str, Origin] | None:
         try:
             self.engine = self._build(self._given_up.is_set)
-        except Exception as error:
+        except BaseException as error:  # as in the build of a worker that waits for it
             return describe(error), origin_of(error)
         return None

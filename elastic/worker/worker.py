@@ -224,7 +224,7 @@ class Worker:
                 self.train(answer)
         except (CompileError, NonFiniteError) as error:
             self.link.fail(str(error), USER_ERROR)  # all workers would come to the same
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too, and what is no Exception of a library
             return describe(error), _CAUSES[origin_of(error)]
         return None
 

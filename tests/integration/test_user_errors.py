@@ -119,10 +119,13 @@ def test_a_block_that_cannot_be_compiled_ends_a_run_that_requires_it(
     trainer(summed_loss, tmp_path / "on", build=Deciding, compile="on").fit()
 
 
-def test_a_bug_in_a_dataset_does_so_too(cluster: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyError, SystemExit])
+def test_a_bug_in_a_dataset_does_so_too(
+    cluster: None, tmp_path: Path, error: type[BaseException]
+) -> None:
     with pytest.raises(RunFailedError) as caught:
-        trainer(summed_loss, tmp_path, SpoiltSamples()).fit()
-    assert "KeyError: 'sample 5 is spoilt'" in str(caught.value)
+        trainer(summed_loss, tmp_path, SpoiltSamples(error)).fit()
+    assert f"{error.__name__}: {error('sample 5 is spoilt')}" in str(caught.value)
     assert "__getitem__" in str(caught.value)
     assert "user code raised, 2 times at step" in str(caught.value)
 

@@ -51,14 +51,21 @@ def summed_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, in
 
 
 class SpoiltSamples:
-    """One of them cannot be read."""
+    """One of them cannot be read.
+
+    Args:
+        error: what comes of it.
+    """
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 5:
-            raise KeyError("sample 5 is spoilt")
+            raise self.error("sample 5 is spoilt")
         return torch.tensor([float(index)])
 
 

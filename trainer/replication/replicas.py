@@ -25,12 +25,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from torch._C._autograd import _enable_record_function
 
 from trainer.backend.groups import Device, abandon, abort_groups, make_cross_groups
 from trainer.backend.origin import lasting_device_error
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
+from trainer.backend.unprofiled import unprofiled
 from trainer.errors import CrossGroupLost, GroupError
 from trainer.replication.lanes import blocks_of
 from trainer.streams import stream_for
@@ -55,21 +55,6 @@ class Flight:
     """On NCCL, once the host has asked for it: the mark that the device reaches when it is done."""
     result: Any = None
     """And c10d's word of how it went, which comes later than the mark, or with an error."""
-
-
-@contextmanager
-def _unprofiled() -> Iterator[None]:
-    """Within, torch's profiler takes no note of what this thread begins.
-
-    One of Gloo's threads writes the end of a collective into the profiler's records. These are
-    freed when the profiler stops, which it does as a generation ends, whatever is in flight: the
-    process died of it. NCCL's collectives are recorded when they are begun.
-    """
-    _enable_record_function(False)
-    try:
-        yield
-    finally:
-        _enable_record_function(True)
 
 
 class CrossGroup:
@@ -176,7 +161,7 @@ class CrossGroup:
         else:
             self.check()
         try:
-            with nullcontext() if self._on_nccl else _unprofiled():
+            with nullcontext() if self._on_nccl else unprofiled():
                 flight = Flight(issue(self._groups[channel]), buffers)
         except RuntimeError as error:
             raise self._lose(error) from error

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trainer.backend.unprofiled import unprofiled
 from trainer.parallel.context.head_tail import Block, plan_blocks
 from trainer.parallel.context.kernels import Piece, kernel_of
 
@@ -76,9 +78,10 @@ class _Passing:
         sends, receives = [0] * workers, [0] * workers
         sends[(rank + 1) % workers] = receives[rank - 1] = tensor.numel()
         # One collective, not a send and a receive: these are not counted among what was begun.
-        self._work: Any = dist.all_to_all_single(
-            self._received, tensor, receives, sends, group=group, async_op=True
-        )
+        with nullcontext() if tensor.is_cuda else unprofiled():
+            self._work: Any = dist.all_to_all_single(
+                self._received, tensor, receives, sends, group=group, async_op=True
+            )
 
     def wait(self) -> torch.Tensor:
         """What has come. On CUDA the stream waits, not the host."""
