@@ -1,20 +1,27 @@
-"""Llama 3 8B on one GPU of 141 GB, with all of its state in float32 or in bfloat16: to try with
-`elastic dryrun`, and to start from.
+"""Llama 3 8B on p5 nodes, and on one GPU of 141 GB with all of its state in float32 or in bfloat16:
+to try with `elastic dryrun`, and to start from.
 
+elastic dryrun examples/llama_8b.py:on_p5 --instance p5 --nodes 5
 elastic dryrun examples/llama_8b.py:in_float32 --instance p5e
 elastic dryrun examples/llama_8b.py:in_bfloat16 --instance p5e
+
+Run as a program, it trains on p5 nodes.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from ray.train import RunConfig
+
 from elastic import (
     CausalLM,
+    CheckpointConfig,
     DataConfig,
     ElasticTrainer,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     ScalingConfig,
     TrainConfig,
 )
@@ -35,20 +42,39 @@ MODEL = ModelConfig(
 """Llama 3 8B."""
 
 
+TASK = CausalLM(
+    model=MODEL,
+    data=DataConfig(paths=("/data/text",), tokenizer="/data/tokenizer.json"),
+    seq_len=8192,
+    loss_chunk=1024,
+)
+
+on_p5 = ElasticTrainer(
+    TrainConfig(
+        task=TASK,
+        steps=100_000,
+        global_batch=128,
+        micro_batch=1,
+        parallel=ParallelConfig(shard=8),
+        precision="bfloat16",
+        recompute="selective",
+    ),
+    scaling=ScalingConfig(max_replicas=4, min_replicas=1, spares=8, device="cuda", wait_s=1800),
+    checkpoint=CheckpointConfig(every_steps=500, memory_every=50),
+    run_config=RunConfig(name="llama-8b", storage_path="/data/runs"),
+)
+"""Five machines: four replicas of eight, each on a machine of its own, and a machine of spares."""
+
+
 def trainer(state: Literal["float32", "bfloat16"]) -> ElasticTrainer:
-    """A run with eight sequences of 8,192 tokens in a step.
+    """A run on one GPU, with eight sequences of 8,192 tokens in a step.
 
     Args:
         state: number format of parameters and moments.
     """
     return ElasticTrainer(
         TrainConfig(
-            task=CausalLM(
-                model=MODEL,
-                data=DataConfig(paths=("/data/text",), tokenizer="/data/tokenizer.json"),
-                seq_len=8192,
-                loss_chunk=1024,
-            ),
+            task=TASK,
             steps=100_000,
             global_batch=8,
             micro_batch=1,
@@ -65,3 +91,6 @@ in_float32 = trainer("float32")
 
 in_bfloat16 = trainer("bfloat16")
 """10 bytes."""
+
+if __name__ == "__main__":
+    print(on_p5.fit().path)

@@ -40,7 +40,9 @@ def add_to(commands: Any) -> None:
         epilog=_EPILOG.format(severities=meanings, statuses=statuses),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("--json", action="store_true", help="a JSON list, for scripts")
+    verb.add_argument(
+        "--json", action="store_true", help="a JSON list, for scripts; with --explain an object"
+    )
     either = verb.add_mutually_exclusive_group()
     either.add_argument(
         "--explain",

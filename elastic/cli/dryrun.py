@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 _EPILOG = f"""\
 {READ}
 
-exit status: 0 where the layout fits, or no memory is known; 1 where it does not; 2 for bad input
+exit status: 0 where the layout fits, or no memory is known; 1 where it does not (above
+1.0 of the memory; a run is refused above 1.1); 2 for bad input
 
 examples:
   elastic dryrun train.py --instance p4d --nodes 128

@@ -117,7 +117,9 @@ def export_verdicts(options: argparse.Namespace) -> int:
     """`export`"""
     paths = RunPaths(root=options.run)
     if not paths.events.is_file():
-        raise FileNotFoundError(f"{options.run} is no run's directory: it has no events.jsonl")
+        raise FileNotFoundError(
+            f"{options.run} is no run's directory: it has no events.jsonl. Name storage_path/name"
+        )
     kinds = {*incidents.KINDS, *verdicts.KINDS, *health_events.KINDS}
     events = read_events(paths.events, kinds=kinds, lenient=True)
     # Of steps verdicts ask alone how far the run was when something happened.

@@ -183,7 +183,9 @@ class _View:
         try:
             if not self._answered and not self._paths.events.is_file():
                 root = self._paths.root
-                raise FileNotFoundError(f"{root} is no run's directory: it has no events.jsonl")
+                raise FileNotFoundError(
+                    f"{root} is no run's directory: it has no events.jsonl. Name storage_path/name"
+                )
             # The pulse first: an end that is in the records by then is seen.
             pulse = read_pulse(self._paths.pulse)
             happened = self._events.take()

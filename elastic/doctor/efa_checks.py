@@ -144,6 +144,9 @@ _KNOWN = {
 src/platform-aws.cpp; efa-cheatsheet.md of awsome-distributed-training; NVIDIA's table of CUDA and
 drivers; nvidia-resiliency-ext 0.7 for NCCL 2.28.3 to 2.28.8, which do not restart in a process."""
 
+_CUDA_13_DRIVER: Version = (580,)
+"""The first branch that CUDA 13 runs on. NVIDIA's table."""
+
 
 def _check_version(part: str, machine: Machine) -> Finding:
     """One that nothing tells passes: that a part is missing is for other checks to see."""
@@ -155,6 +158,15 @@ def _check_version(part: str, machine: Machine) -> Finding:
     if machine.uses_efa and version < known.least:
         return Finding(
             check=part, result=result, severity="RESET", meaning=known.meaning, fix=known.fix
+        )
+    if part == "GPU driver" and (machine.facts.cuda or 0) >= 13 and version < _CUDA_13_DRIVER:
+        return Finding(
+            check=part,
+            result=result,
+            severity="MONITOR",
+            meaning=f"CUDA {machine.facts.cuda}, which torch has brought, runs on it with NVIDIA's "
+            "package cuda-compat alone",
+            fix=known.fix,
         )
     if known.bad is not None and known.bad[0] <= version < known.bad[1]:
         return Finding(

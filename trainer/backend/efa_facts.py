@@ -59,6 +59,8 @@ class EfaFacts:
     """Its tuner, where that is a library of its own."""
     nccl: Version | None = None
     """The NCCL that torch loads."""
+    cuda: int | None = None
+    """Of which CUDA torch's wheels are, by that of NCCL."""
 
 
 def read_efa(root: Path = Path("/"), packages: Sequence[str] = sys.path) -> EfaFacts:
@@ -81,6 +83,7 @@ def read_efa(root: Path = Path("/"), packages: Sequence[str] = sys.path) -> EfaF
         plugin_path=None if plugin is None else str(plugin),
         tuner_path=None if tuner is None else str(tuner),
         nccl=_nccl(root, packages),
+        cuda=_cuda(packages),
     )
 
 
@@ -117,10 +120,23 @@ def _plugin_version(library: Path) -> Version | None:
     return None
 
 
+def _wheels(packages: Sequence[str]) -> Iterator[Path]:
+    """Of NCCL."""
+    return (p for folder in packages for p in _files(Path(folder), "nvidia_nccl_cu*.dist-info"))
+
+
+def _cuda(packages: Sequence[str]) -> int | None:
+    wheel = next(_wheels(packages), None)
+    found = None if wheel is None else re.match(r"nvidia_nccl_cu(\d+)-", wheel.name)
+    return None if found is None else int(found[1])
+
+
 def _nccl(root: Path, packages: Sequence[str]) -> Version | None:
-    wheels = (p for folder in packages for p in _files(Path(folder), "nvidia_nccl_cu*.dist-info"))
     libraries = (p for folder in _NCCL_FOLDERS for p in _files(root / folder, "libnccl.so.2.*"))
-    for places, before in ((wheels, r"nvidia_nccl_cu\d+-"), (libraries, r"libnccl\.so\.")):
+    for places, before in (
+        (_wheels(packages), r"nvidia_nccl_cu\d+-"),
+        (libraries, r"libnccl\.so\."),
+    ):
         for place in places:
             return version_in(place.name, before)
     return None

@@ -151,6 +151,27 @@ def test_what_is_broken_is_named(
     assert found.meaning and found.fix
 
 
+@pytest.mark.parametrize(
+    ("driver", "cuda", "severity"),
+    [
+        ("575.57.08", 13, "MONITOR"),
+        ("580.65.06", 13, "OK"),
+        ("575.57.08", 12, "OK"),
+        ("575.57.08", None, "OK"),
+        ("470.82.01", 13, "RESET"),
+    ],
+)
+def test_a_driver_is_held_against_the_cuda_that_torch_has_brought(
+    driver: str, cuda: int | None, severity: str, root: Path
+) -> None:
+    has("sys/module/nvidia/version", driver)(root)
+    machine = look_at(root)
+    machine = replace(machine, facts=replace(machine.facts, cuda=cuda))
+    found = findings(machine)["GPU driver"]
+    assert found.severity == severity
+    assert ("cuda-compat" in found.meaning) == (severity == "MONITOR")
+
+
 def test_where_the_gpus_lie(root: Path) -> None:
     halves = [f"NUMA node {node}: 4 GPUs, 16 EFA devices" for node in (0, 1)]
     assert findings(look_at(root))["affinity"].result == ", ".join(halves)

@@ -41,7 +41,8 @@ def test_the_nccl_of_torchs_wheel_goes_before_the_machines(tmp_path: Path) -> No
     make_machine(tmp_path / "root", nccl="2.26.2")
     packages = tmp_path / "site-packages"
     (packages / "nvidia_nccl_cu13-2.28.9.dist-info").mkdir(parents=True)
-    assert read_efa(tmp_path / "root", [str(packages)]).nccl == (2, 28, 9)
+    facts = read_efa(tmp_path / "root", [str(packages)])
+    assert (facts.nccl, facts.cuda) == ((2, 28, 9), 13)
 
 
 def test_a_plugin_built_from_a_commit_has_a_place_but_no_version(tmp_path: Path) -> None:
