@@ -30,10 +30,10 @@ from trainer.backend.groups import Device, abandon, abort_groups, make_cross_gro
 from trainer.backend.origin import lasting_device_error
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.rendezvous import Rendezvous
-from trainer.backend.unprofiled import unprofiled
 from trainer.errors import CrossGroupLost, GroupError
 from trainer.replication.lanes import blocks_of
 from trainer.streams import stream_for
+from trainer.unprofiled import unprofiled
 
 EXCHANGE, GATHER = 0, -1
 """Channels. On Gloo each has a process group of its own, so collectives of different channels may

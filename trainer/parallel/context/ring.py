@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.backend.unprofiled import unprofiled
 from trainer.parallel.context.head_tail import Block, plan_blocks
 from trainer.parallel.context.kernels import Piece, kernel_of
+from trainer.unprofiled import unprofiled
 
 
 class Ring:
