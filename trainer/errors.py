@@ -69,7 +69,7 @@ def describe(error: BaseException) -> str:
     return said.encode(errors="backslashreplace").decode()
 
 
-def blame(error: Exception) -> str:
+def blame(error: BaseException) -> str:
     """An exception of the user's code in half a line: what it is, and where in that code it came
     from; where it passed through none of it, where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -10,7 +10,7 @@ from torch._C._autograd import _enable_record_function
 
 @contextmanager
 def unprofiled() -> Iterator[None]:
-    """Within, torch's profiler takes no note of what this thread begins.
+    """Within, torch's profiler takes no note of what this thread begins. Not to be nested.
 
     One of Gloo's threads writes the end of a collective into the profiler's records. These are
     freed when the profiler stops, which it does as a generation ends, whatever is in flight: the

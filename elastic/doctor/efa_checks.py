@@ -159,14 +159,13 @@ def _check_version(part: str, machine: Machine) -> Finding:
         return Finding(
             check=part, result=result, severity="RESET", meaning=known.meaning, fix=known.fix
         )
-    if part == "GPU driver" and (machine.facts.cuda or 0) >= 13 and version < _CUDA_13_DRIVER:
+    if part == "GPU driver" and _too_old_for_cuda(machine, version):
         return Finding(
             check=part,
             result=result,
-            severity="MONITOR",
-            meaning=f"CUDA {machine.facts.cuda}, which torch has brought, runs on it with NVIDIA's "
-            "package cuda-compat alone",
-            fix=known.fix,
+            severity="RESET",
+            meaning=f"CUDA {machine.facts.cuda}, which torch has brought, does not run on it",
+            fix="Install NVIDIA's driver 580 or later, or its package cuda-compat",
         )
     if known.bad is not None and known.bad[0] <= version < known.bad[1]:
         return Finding(
@@ -177,6 +176,13 @@ def _check_version(part: str, machine: Machine) -> Finding:
             fix=known.fix,
         )
     return Finding(check=part, result=result)
+
+
+def _too_old_for_cuda(machine: Machine, driver: Version) -> bool:
+    """Whether the CUDA of torch's wheels lacks both a driver and NVIDIA's compatibility package."""
+    if (machine.facts.cuda or 0) < 13 or driver >= _CUDA_13_DRIVER:
+        return False
+    return next(machine.root.glob("usr/local/cuda*/compat/libcuda.so*"), None) is None
 
 
 VERSION_CHECKS = {part: partial(_check_version, part) for part in _KNOWN}

@@ -48,7 +48,7 @@ def rehearse(
             )
             compile_ahead(engine, lanes)
             del engine, mesh
-    except Exception as error:
+    except BaseException as error:  # whatever the user's code raises
         if (lasting := lasting_device_error()) is not None:
             raise lasting from error
         log.warning("this worker's rehearsal has failed; it joins without: %s", describe(error))

@@ -47,7 +47,7 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
 
     before = {name: buffer.clone() for name, buffer in saved_buffers(model).items()}
     answers: list[Any] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def call() -> None:
         data = task.train_data()
@@ -58,7 +58,7 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
                     batch = to_device(data.batch(ids), torch.device("cpu"))  # as workers see it
                     answers.append(task.loss(model, batch))
                 return
-            except Exception as error:  # the user's code
+            except BaseException as error:  # the user's code
                 errors.append(error)
 
     with torch.random.fork_rng(devices=[]):

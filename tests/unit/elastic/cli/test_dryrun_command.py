@@ -306,6 +306,7 @@ def test_machines_may_be_corrected() -> None:
     "arguments",
     [
         pytest.param("llama_8b.py:in_float32 --instance p5e", marks=pytest.mark.slow),
+        pytest.param("llama_8b.py:on_p5 --instance p5 --nodes 5", marks=pytest.mark.soak),
         pytest.param("llama_70b.py:on_p4d --instance p4d --nodes 128", marks=pytest.mark.soak),
         pytest.param("llama_70b.py:on_p5 --instance p5 --nodes 16", marks=pytest.mark.soak),
         pytest.param(

@@ -154,7 +154,7 @@ def test_what_is_broken_is_named(
 @pytest.mark.parametrize(
     ("driver", "cuda", "severity"),
     [
-        ("575.57.08", 13, "MONITOR"),
+        ("575.57.08", 13, "RESET"),
         ("580.65.06", 13, "OK"),
         ("575.57.08", 12, "OK"),
         ("575.57.08", None, "OK"),
@@ -167,9 +167,17 @@ def test_a_driver_is_held_against_the_cuda_that_torch_has_brought(
     has("sys/module/nvidia/version", driver)(root)
     machine = look_at(root)
     machine = replace(machine, facts=replace(machine.facts, cuda=cuda))
+    assert findings(machine)["GPU driver"].severity == severity
+
+
+def test_a_compatibility_package_stands_in_for_a_driver(root: Path) -> None:
+    has("sys/module/nvidia/version", "575.57.08")(root)
+    machine = look_at(root)
+    machine = replace(machine, facts=replace(machine.facts, cuda=13))
     found = findings(machine)["GPU driver"]
-    assert found.severity == severity
-    assert ("cuda-compat" in found.meaning) == (severity == "MONITOR")
+    assert found.severity == "RESET" and "CUDA 13" in found.meaning
+    has("usr/local/cuda-13.0/compat/libcuda.so.1", "ELF")(root)
+    assert findings(machine)["GPU driver"].severity == "OK"
 
 
 def test_where_the_gpus_lie(root: Path) -> None:

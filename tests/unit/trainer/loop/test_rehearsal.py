@@ -202,18 +202,20 @@ def test_every_layout_can_be_rehearsed_alone(
     assert "rehearsal" not in caplog.text
 
 
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_what_fails_in_it_is_told_and_leaves_nothing_behind(
     text: Path,
     tmp_path: Path,
     port: int,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
 ) -> None:
     train = tiny_train(text)
     task = train.task.prepare(train, str(tmp_path))
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("no space left")
+        raise error("no space left")
 
     monkeypatch.setattr(module, "compile_ahead", fail)
     rehearsed(task, train)

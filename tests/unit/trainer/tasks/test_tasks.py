@@ -620,7 +620,14 @@ def test_a_loss_that_raises_is_told_of_with_the_users_own_line(
     def wide(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         return model(torch.cat([batch, batch], dim=1)).sum(), len(batch)
 
-    for loss, what in ((misses, "KeyError: 'x'"), (wide, "RuntimeError: mat1 and mat2 shapes")):
+    def leaves(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        raise SystemExit("no data")
+
+    for loss, what in (
+        (misses, "KeyError: 'x'"),
+        (wide, "RuntimeError: mat1 and mat2 shapes"),
+        (leaves, "SystemExit: no data"),
+    ):
         caplog.clear()
         prepare(custom(build_model=lambda: nn.Linear(3, 2), loss_function=loss), str(tmp_path))
         (told,) = caplog.messages
