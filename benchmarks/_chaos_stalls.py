@@ -24,6 +24,7 @@ from elastic.protocol.events import (
     Evaluated,
     Event,
     FaultFired,
+    Profiled,
     RegroupDone,
     ReplicaForming,
     RunEnded,
@@ -38,6 +39,8 @@ START_S = 60.0
 """Longest wait for workers to start; ten times what it takes alone on the machine."""
 IMPORT_S = 10.0
 """By then a worker that has said hello has joined; it takes 1.3 s alone on the machine."""
+PROFILE_S = 60.0
+"""Longest that a profile of a few steps is written; 31 s were seen where Python emulates layers."""
 
 Stretch = tuple[float, float]
 """From, to, in seconds since the epoch."""
@@ -76,6 +79,7 @@ def find_long_stalls(
             *_starts_anew(happened),
             *_deeds(happened, deeds, health),
             *((e.time - evaluation_s, e.time) for e in happened if isinstance(e, Evaluated)),
+            *((e.time - PROFILE_S, e.time) for e in happened if isinstance(e, Profiled)),
         ]
     )
     start, limit_s = happened[0].time, longest_stall_s(health)

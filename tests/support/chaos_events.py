@@ -7,6 +7,7 @@ from elastic.protocol.events import (
     CoordinatorStarted,
     Draining,
     FaultFired,
+    Profiled,
     RegroupCalled,
     RegroupDone,
     RegroupOutcome,
@@ -73,6 +74,12 @@ def draining(time: float, *workers: str) -> Draining:
 
 def anew(time: float) -> CoordinatorStarted:
     return CoordinatorStarted(time=time, pid=2, anew=True)
+
+
+def profiled(time: float) -> Profiled:
+    return Profiled(
+        time=time, worker="a", node="n", first=3, last=7, file="f", problem=None, operators=[]
+    )
 
 
 def committed(time: float, generation: int, step: int = 0) -> StepRecord:

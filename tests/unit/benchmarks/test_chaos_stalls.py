@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks._chaos import HEALTH, Action, ActionKind, Deed
-from benchmarks._chaos_stalls import IMPORT_S, START_S, find_long_stalls, longest_stall_s
+from benchmarks._chaos_stalls import (
+    IMPORT_S,
+    PROFILE_S,
+    START_S,
+    find_long_stalls,
+    longest_stall_s,
+)
 from elastic.protocol.events import Event
 from tests.support.chaos_events import (
     anew,
@@ -16,6 +22,7 @@ from tests.support.chaos_events import (
     forming,
     joined,
     lost,
+    profiled,
     roster,
     started,
 )
@@ -110,6 +117,9 @@ def test_a_timeout_is_caught_in_spite_of_a_start(timeout_s: float) -> None:
         ([], [deed("remove", 102, 103, paused=False)], 6),
         ([], [deed("drain", 102, 103, paused=False)], 0),
         ([anew(109)], [deed("coordinator", 102, 102, paused=False)], 7),
+        # A profile was written.
+        ([profiled(121)], [], 20),
+        ([profiled(171)], [], PROFILE_S),
         # What explains the same time twice explains it once.
         ([anew(109)], [deed("coordinator", 102, 112, paused=True)], 10),
         (
