@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -159,14 +159,6 @@ def _check_version(part: str, machine: Machine) -> Finding:
         return Finding(
             check=part, result=result, severity="RESET", meaning=known.meaning, fix=known.fix
         )
-    if part == "GPU driver" and _too_old_for_cuda(machine, version):
-        return Finding(
-            check=part,
-            result=result,
-            severity="RESET",
-            meaning=f"CUDA {machine.facts.cuda}, which torch has brought, does not run on it",
-            fix="Install NVIDIA's driver 580 or later, or its package cuda-compat",
-        )
     if known.bad is not None and known.bad[0] <= version < known.bad[1]:
         return Finding(
             check=part,
@@ -178,14 +170,28 @@ def _check_version(part: str, machine: Machine) -> Finding:
     return Finding(check=part, result=result)
 
 
-def _too_old_for_cuda(machine: Machine, driver: Version) -> bool:
-    """Whether the CUDA of torch's wheels lacks both a driver and NVIDIA's compatibility package."""
-    if (machine.facts.cuda or 0) < 13 or driver >= _CUDA_13_DRIVER:
-        return False
-    return next(machine.root.glob("usr/local/cuda*/compat/libcuda.so*"), None) is None
+def _check_driver(machine: Machine) -> Finding:
+    """As the others, and whether the CUDA of torch's wheels runs on it, or on NVIDIA's package that
+    makes up for an old one."""
+    found = _check_version("GPU driver", machine)
+    driver, cuda = machine.facts.gpu_driver, machine.facts.cuda
+    if driver is None or cuda is None or cuda < 13 or driver >= _CUDA_13_DRIVER:
+        return found
+    made_up_for = any(machine.root.glob("usr/local/cuda*/compat/libcuda.so*"))
+    if made_up_for or found.severity != "OK":
+        return found
+    return replace(
+        found,
+        severity="RESET",
+        meaning=f"CUDA {cuda}, which torch has brought, does not run on it",
+        fix="Install NVIDIA's driver 580 or later, or its package cuda-compat",
+    )
 
 
-VERSION_CHECKS = {part: partial(_check_version, part) for part in _KNOWN}
+VERSION_CHECKS: dict[str, Callable[[Machine], Finding]] = {
+    **{part: partial(_check_version, part) for part in _KNOWN},
+    "GPU driver": _check_driver,
+}
 """A check for each part."""
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elastic.config import ScalingConfig, WorkerPlan, plan_workers
 from elastic.errors import ResourcesError
@@ -137,8 +137,9 @@ def find_lacking(scaling: ScalingConfig, parallel: ParallelConfig, room: int) ->
         return None
     return (
         f"scaling.spares = {scaling.spares}: {lacking} of them will not be there: the cluster has "
-        f"room for {room} workers, with {_each(scaling)} each, and {slots} train. Add nodes (or "
-        f"start Ray with a larger --num-cpus), or use spares={scaling.spares - lacking}"
+        f"room for {room} workers, with {_list(scaling.resources_per_worker)} each, and "
+        f"{slots} train. Add nodes (or start Ray with a larger --num-cpus), or use "
+        f"spares={scaling.spares - lacking}"
     )
 
 
@@ -211,19 +212,18 @@ def count_fitting(scaling: ScalingConfig, there: dict[str, float]) -> int:
 def _describe(there: dict[str, float], fitting: int) -> str:
     """What is free in all, and the workers that fit: each is on one node, and on one GPU, so that
     they may be fewer than the sum makes believe."""
-    free = ", ".join(f"{amount:g} {name}" for name, amount in there.items())
-    return f"the cluster has free {free}, room for {fitting} of this run's workers"
+    return f"the cluster has free {_list(there)}, room for {fitting} of this run's workers"
 
 
-def _each(scaling: ScalingConfig) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in scaling.resources_per_worker.items())
+def _list(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 def _too_little(scaling: ScalingConfig, parallel: ParallelConfig, there: str) -> ResourcesError:
     workers = scaling.min_replicas * parallel.workers
     return ResourcesError(
         f"{workers} workers ({scaling.min_replicas} replicas x {parallel.dims}) with "
-        f"{_each(scaling)} each",
+        f"{_list(scaling.resources_per_worker)} each",
         there,
         scaling.wait_s,
         "Add nodes (or start Ray with a larger --num-cpus), raise scaling.wait_s where an "

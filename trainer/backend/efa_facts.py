@@ -72,6 +72,7 @@ def read_efa(root: Path = Path("/"), packages: Sequence[str] = sys.path) -> EfaF
     """
     plugin = _first(root / folder / name for folder in _PLUGIN_FOLDERS for name in _PLUGIN_NAMES)
     tuner = _first(root / folder / _TUNER_NAME for folder in _PLUGIN_FOLDERS)
+    wheel = _wheel(packages)
     return EfaFacts(
         instance=_text(root / "sys/devices/virtual/dmi/id/product_name") or None,
         devices=tuple(_devices(root / "sys/class/infiniband")),
@@ -82,8 +83,8 @@ def read_efa(root: Path = Path("/"), packages: Sequence[str] = sys.path) -> EfaF
         plugin=None if plugin is None else _plugin_version(plugin),
         plugin_path=None if plugin is None else str(plugin),
         tuner_path=None if tuner is None else str(tuner),
-        nccl=_nccl(root, packages),
-        cuda=_cuda(packages),
+        nccl=_nccl(root, wheel),
+        cuda=_cuda(wheel),
     )
 
 
@@ -120,26 +121,25 @@ def _plugin_version(library: Path) -> Version | None:
     return None
 
 
-def _wheels(packages: Sequence[str]) -> Iterator[Path]:
-    """Of NCCL."""
-    return (p for folder in packages for p in _files(Path(folder), "nvidia_nccl_cu*.dist-info"))
+def _wheel(packages: Sequence[str]) -> str:
+    """The name of NCCL's; empty where there is none."""
+    found = (
+        p.name for folder in packages for p in _files(Path(folder), "nvidia_nccl_cu*.dist-info")
+    )
+    return next(found, "")
 
 
-def _cuda(packages: Sequence[str]) -> int | None:
-    wheel = next(_wheels(packages), None)
-    found = None if wheel is None else re.match(r"nvidia_nccl_cu(\d+)-", wheel.name)
+def _cuda(wheel: str) -> int | None:
+    found = re.match(r"nvidia_nccl_cu(\d+)-", wheel)
     return None if found is None else int(found[1])
 
 
-def _nccl(root: Path, packages: Sequence[str]) -> Version | None:
+def _nccl(root: Path, wheel: str) -> Version | None:
+    if wheel:
+        return version_in(wheel, r"nvidia_nccl_cu\d+-")
     libraries = (p for folder in _NCCL_FOLDERS for p in _files(root / folder, "libnccl.so.2.*"))
-    for places, before in (
-        (_wheels(packages), r"nvidia_nccl_cu\d+-"),
-        (libraries, r"libnccl\.so\."),
-    ):
-        for place in places:
-            return version_in(place.name, before)
-    return None
+    library = next(libraries, None)
+    return None if library is None else version_in(library.name, r"libnccl\.so\.")
 
 
 def _first(places: Iterator[Path]) -> Path | None:
