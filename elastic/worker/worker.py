@@ -148,6 +148,8 @@ class Worker:
         """Where it is in the run: `progress`, or, without state, how far it follows."""
         self.built = self.generation = 0
         self.finished = False
+        self.profiler: StepProfiler | None = None
+        """Of the generation that it has trained in last."""
         job.task.warm_up()
         warm_up()
         with self.telling():
@@ -218,6 +220,7 @@ class Worker:
         of it, and the cause where no peer is lost."""
         self.rendezvous = self.rendezvous_at(answer)
         try:
+            self.drop_profile()
             if isinstance(answer, Build):
                 self.build(answer)
             else:
@@ -421,6 +424,7 @@ class Worker:
                     return
             heal = self.begin_heal(run, self.engine)
             self.position = self.progress or Progress(step=run.step, last=run.commit)
+            self.profiler = self.make_profiler(run)
             loop = self.make_loop(run, cross, self.position, heal)
             if run.position < run.savers:
                 self.link.saves.prepare(run, self.engine)
@@ -429,8 +433,6 @@ class Worker:
             cross.close()
             if heal is not None:
                 heal.close()
-            if loop is not None:
-                loop.close()
             if loop is not None and loop.has_state():
                 self.progress = self.position
         if self.finished and self.progress is not None and not run.follows:
@@ -540,7 +542,7 @@ class Worker:
             part="remnant" if run.follows else "joining" if joins else "whole",
             followers=run.followers,
             all_evaluate=not run.heals and not any(run.followers),
-            profiler=self.make_profiler(run),
+            profiler=self.profiler,
         )
 
     def make_profiler(self, run: Run) -> StepProfiler | None:
@@ -555,6 +557,14 @@ class Worker:
             on_cuda=self.job.scaling.device == "cuda",
             tell=self.link.profiled,
         )
+
+    def drop_profile(self) -> None:
+        """Lets go of a profile in which the generation before ended. Not at its end: a worker whose
+        own code raised tells that at once, or a peer that did, too, explains it."""
+        if self.profiler is not None and self.profiler.running:
+            self.link.at_step(NO_STEP if self.position is None else self.position.step, "profile")
+            self.profiler.drop()
+        self.profiler = None
 
     def finish(self, run: Run) -> bool:
         """Hands in everything that the run still needs from this worker. Returns False where a

@@ -45,7 +45,7 @@ class Profile:
     file: str
     """The trace, in Chrome's format, on the node of the worker."""
     problem: str | None
-    """Why it lacks steps, or is not there."""
+    """Why it lacks the first steps, or is not there."""
     operators: tuple[Operator, ...]
     """The dearest ones, first those with most time on the GPU, or on the host without one."""
     attention: tuple[str, ...]
@@ -56,8 +56,8 @@ class Profile:
 
 
 class StepProfiler:
-    """Profiles those of `steps` that its generation does whole. Where another one did the first of
-    them, or will do the last, it says so.
+    """Profiles those of `steps` that its generation does, if that does them to the last. Where
+    another one did the first of them, it says so.
 
     Args:
         steps: which.
@@ -92,22 +92,28 @@ class StepProfiler:
             self._start(step)
 
     def is_last(self, step: int) -> bool:
-        """Whether no step after this one is to be profiled."""
-        return step >= self._steps.last
+        """Whether `step` is the last one of those that are being profiled."""
+        return self.running and step == self._steps.last
 
-    def end(self, step: int) -> None:
-        """Ends what is being profiled, if anything is. `step` is not done yet."""
-        if self._running is None:
-            return
+    def drop(self) -> None:
+        """Lets go of what is being profiled, if anything is: its generation has ended. Waits for
+        the device. To stop takes a twentieth of the time that it would take to write."""
         running, self._running = self._running, None
-        running.__exit__(None, None, None)
-        first, last = self._first, min(step - 1, self._steps.last)
-        if last < first:
-            return  # the next generation begins with the same step
+        if running is not None:
+            running.__exit__(None, None, None)
+
+    def end(self) -> None:
+        """Writes and tells what was profiled. Called after the last step."""
+        running = self._running
+        assert running is not None
+        self.drop()
+        first, last = self._first, self._steps.last
         file = self._folder / f"steps-{first}-{last}-{self._worker}.json.gz"
         problem = None
-        if (first, last) != (self._steps.first, self._steps.last):
-            problem = f"its roster did no more of {self._steps.first} to {self._steps.last}"
+        if first != self._steps.first:
+            problem = (
+                f"steps {self._steps.first} to {first - 1} are not in it: its roster began later"
+            )
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(file))

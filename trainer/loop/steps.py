@@ -125,18 +125,6 @@ class TrainLoop:
             self.tell_times(self.clock.take())
             self.clock.close()
 
-    def close(self) -> None:
-        """Ends what looks at the steps. Called when the groups are closed: it waits for the device,
-        which may hang in a collective before."""
-        self.end_profile()
-
-    def end_profile(self) -> None:
-        """Ends what is being profiled, if anything is, in a phase whose heartbeat may stand still
-        for longer: writing holds the interpreter's lock. `clock` may be closed by now."""
-        if self.profiler is not None and self.profiler.running:
-            self.link.at_step(self.progress.step, "profile")
-            self.profiler.end(self.progress.step)
-
     def enter(self, step: int, phase: Phase) -> None:
         """This worker enters a phase."""
         self.clock.enter(phase)
@@ -164,7 +152,8 @@ class TrainLoop:
                 self.link.worked(own)
             self.finish_step(commit)
             if self.profiler is not None and self.profiler.is_last(commit.step):
-                self.end_profile()  # before what is due between steps
+                self.enter(self.progress.step, "profile")
+                self.profiler.end()  # before what is due between steps
             self.due.compare(has_state=self.newcomer is None)
             self.save_and_evaluate()
             if commit.boundary:

@@ -37,8 +37,8 @@ def do_steps(profiler: StepProfiler, begin: int, end: int) -> None:
         profiler.begin(step)
         torch.ones(step, step) @ torch.ones(step, step)
         if profiler.is_last(step):
-            profiler.end(step + 1)
-    profiler.end(end)
+            profiler.end()
+    profiler.drop()
 
 
 def trace_of(profile: Profile) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_it_tells_the_kernels_that_attention_has_taken(tmp_path: Path) -> None:
         choice = [SDPBackend.MATH] if step == 13 else [SDPBackend.FLASH_ATTENTION]
         with sdpa_kernel(choice):
             scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
-    running.end(14)
+    running.end()
     assert told[0].attention == ("flash", "math")
     gpu = ("cudnn_attention", "efficient_attention_backward", "flash_attention", "attention_math")
     names = [f"aten::_scaled_dot_product_{name}" for name in gpu]
@@ -83,22 +83,14 @@ def test_it_tells_the_kernels_that_attention_has_taken(tmp_path: Path) -> None:
 
 def test_where_a_roster_ends_in_it_the_next_lead_has_the_rest(tmp_path: Path) -> None:
     told: list[Profile] = []
-    do_steps(profiler(tmp_path, told), 0, 12)
+    former = profiler(tmp_path, told)
+    do_steps(former, 0, 12)
+    assert not told and not list(tmp_path.iterdir()) and not former.running
     do_steps(profiler(tmp_path, told, "w1"), 12, 20)
-    assert [(p.first, p.last, Path(p.file).name) for p in told] == [
-        (10, 11, "steps-10-11-w0.json.gz"),
-        (12, 13, "steps-12-13-w1.json.gz"),
-    ]
-    assert [products(p) for p in told] == [2, 2]
-    assert all(p.problem and "no more of 10 to 13" in p.problem for p in told)
-
-
-def test_a_roster_that_did_none_of_its_steps_whole_leaves_nothing(tmp_path: Path) -> None:
-    told: list[Profile] = []
-    first = profiler(tmp_path, told)
-    first.begin(10)
-    first.end(10)
-    assert not told and not list(tmp_path.iterdir())
+    (profile,) = told
+    assert (profile.first, profile.last) == (12, 13)
+    assert Path(profile.file).name == "steps-12-13-w1.json.gz" and products(profile) == 2
+    assert profile.problem == "steps 10 to 11 are not in it: its roster began later"
 
 
 def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path) -> None:
@@ -160,15 +152,14 @@ def test_a_profile_ends_with_its_last_step_before_what_is_due_after_it(
     link = Watching()
     loop = make_loop(link, Steps(1, 2))
     assert loop.run() == "finished"
-    loop.close()
     ended = link.story.index("profiled 1 to 2")
     assert link.story[ended - 2 : ended] == ["optimizer", "profile"]
     assert link.story[ended + 1 : ended + 3] == ["evaluation", "evaluated before 3"]
     assert sum(entry.startswith("profiled") for entry in link.story) == 1
 
 
-def test_a_profile_that_a_fault_ends_is_written_in_its_own_phase(
-    make_loop: Callable[[Watching, Steps], TrainLoop],
+def test_an_error_in_a_profile_is_not_kept_back_by_it(
+    make_loop: Callable[[Watching, Steps], TrainLoop], tmp_path: Path
 ) -> None:
     class Failing(Watching):
         def at_step(self, step: int, phase: Phase) -> None:
@@ -180,9 +171,9 @@ def test_a_profile_that_a_fault_ends_is_written_in_its_own_phase(
     loop = make_loop(link, Steps(1, 3))
     with pytest.raises(RuntimeError, match="a peer is gone"):
         loop.run()
-    assert "profile" not in link.story[-3:]
-    loop.close()
-    assert link.story[-3:] == ["backward", "profile", "profiled 1 to 1"]
+    assert link.story[-1] == "backward" and not list(tmp_path.iterdir())
+    assert loop.profiler is not None and loop.profiler.running
+    loop.profiler.drop()
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 3), (-1, 3), (4, 3)])
