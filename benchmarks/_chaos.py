@@ -198,7 +198,14 @@ class Schedule:
     def health(self) -> HealthConfig:
         """Timeouts and budgets of the run. Who waits for the soak does not hang: in a pause, or
         for others who are to be hit at the same time."""
-        health = SLOW_HEALTH if self.evaluation_s else HEALTH
+        health, asked = SLOW_HEALTH if self.evaluation_s else HEALTH, self.features
+        if asked is not None:
+            health = replace(
+                health,
+                compare_every=asked.compare_every,
+                witness_every=asked.witness_every,
+                heal_bytes_per_s=asked.heal_bytes_per_s,
+            )
         if any(action.paused for action in self.actions):
             return replace(health, progress_timeout_s=2 * NOTICE_S)
         if any(len(fault.workers) > 1 for fault in self.faults):

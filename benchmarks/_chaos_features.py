@@ -22,6 +22,8 @@ Library = Literal["bfloat16", "current"]
 
 FEWEST_ROWS = 32
 """Of a linear layer's weight, in the model of a run with features."""
+HIDDEN_OF_BLOCKS = 256
+"""With this the state of a worker is up to 35 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,14 @@ class Features:
     loss_chunk: int | None = None
     profile: Steps | None = None
     """A few: what the profiler has seen is written while the run stands still."""
+    bucket_bytes: int | None = None
+    """None: the whole model is one bucket, whose sum begins when backward is over."""
+    micro_batch: int | None = None
+    compare_every: int | None = 100
+    witness_every: int | None = 250
+    hidden_size: int = 64
+    """The larger one makes a state of several blocks, which a heal sends one after the other."""
+    heal_bytes_per_s: float | None = None
 
     def __str__(self) -> str:
         asked = [(field, getattr(self, field.name)) for field in fields(self)]
@@ -116,7 +126,19 @@ def draw_features(rng: random.Random, layout: Layout) -> Features:
     library = rng.choice(_LIBRARIES) if in_bfloat16 else None
     first = rng.randint(1, 34)
     profile = Steps(first, first + 4) if rng.random() < 0.4 else None
-    return replace(features, loss_chunk=chunk, library=library, profile=profile)
+    hidden_size = rng.choice([64, 64, HIDDEN_OF_BLOCKS])
+    return replace(
+        features,
+        loss_chunk=chunk,
+        library=library,
+        profile=profile,
+        bucket_bytes=rng.choice([None, 12_000, 100_000]),
+        micro_batch=rng.choice([None, 1]) if layout.shard == 1 else None,
+        compare_every=rng.choice([100, 5]),
+        witness_every=rng.choice([250, 4]),
+        hidden_size=hidden_size,
+        heal_bytes_per_s=rng.choice([None, 1e7]) if hidden_size == HIDDEN_OF_BLOCKS else None,
+    )
 
 
 _PRODUCTS: tuple[tuple[Dtype, Recipe | None], ...] = (

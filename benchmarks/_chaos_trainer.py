@@ -15,9 +15,8 @@ from tests.support.paced import paced_task
 from tests.support.tiny import tiny_task, tiny_train, tiny_trainer
 
 EVAL_SAMPLES = 16
-LARGER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
-"""Of a model with features: its layers have `FEWEST_ROWS` rows or more, so parts over two tensor
-ranks have sides that 16 divides, and there are more blocks than any horizon."""
+LAYERS = 4
+"""Of a model with features: more than any horizon."""
 
 
 def make_undisturbed(text: Path, layout: Layout, features: Features | None) -> TrainConfig:
@@ -66,7 +65,10 @@ def make_task(text: Path, features: Features | None) -> CausalLM:
     """The task, as fast as it is."""
     if features is None:
         return tiny_task(text)
-    task = tiny_task(text, **LARGER)
+    hidden = features.hidden_size
+    task = tiny_task(
+        text, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=LAYERS
+    )
     return replace(task, texts=features.texts, loss_chunk=features.loss_chunk)
 
 
@@ -92,6 +94,8 @@ def make_train(
         lane_buffers=asked.lane_buffers,
         prefetch=asked.prefetch,
         gather_ahead=asked.gather_ahead,
+        bucket_bytes=asked.bucket_bytes,
+        micro_batch=asked.micro_batch,
         **changes,
     )
     assert isinstance(train.optimizer, OptimizerConfig)

@@ -82,6 +82,12 @@ def words(schedule: Schedule) -> set[str]:
         "chunks": asked.loss_chunk is not None,
         "library": asked.library is not None,
         "profile": asked.profile is not None,
+        "buckets": asked.bucket_bytes is not None,
+        "micro batches": asked.micro_batch is not None,
+        "compared": asked.compare_every == 5,
+        "witnesses": asked.witness_every == 4,
+        "blocks": asked.hidden_size > 64,
+        "slow heals": asked.heal_bytes_per_s is not None,
     }
     return {word for word, drawn in found.items() if drawn}
 
@@ -103,6 +109,7 @@ NEVER = {
     *combinations(("tensorwise", "rowwise", "library"), 2),
     ("rowwise", "gather"),
     ("library", "gather"),
+    *((word, "micro batches") for word in ("shard", "two levels")),
 }
 """What the product refuses together, or what would say the same twice or nothing; and tensor groups
 in two levels, which need eight workers, more than are drawn."""
@@ -113,7 +120,7 @@ def test_every_pair_of_features_is_drawn(schedules: list[Schedule]) -> None:
     counts = Counter(frozenset(pair) for found in drawn for pair in combinations(found, 2))
     never = set(map(frozenset, NEVER))
     known = sorted(set().union(*drawn))
-    assert len(known) == 29
+    assert len(known) == 35
     wrong = {
         pair: counts[frozenset(pair)]
         for pair in combinations(known, 2)
