@@ -75,7 +75,7 @@ def stop_run(options: argparse.Namespace) -> int:
     """`stop`"""
     from ray.exceptions import RayActorError
 
-    from elastic.driver.running import await_end
+    from elastic.driver.running import await_end, has_finished
     from elastic.protocol.coordinator_api import CoordinatorApi
     from elastic.protocol.supervisor_api import SupervisorApi
 
@@ -91,8 +91,7 @@ def stop_run(options: argparse.Namespace) -> int:
     paths = paths_of(options)
     ending = await_end(run, paths)
     if ending.error is None:
-        last = last_event(paths.events)
-        by_itself = isinstance(last, RunEnded) and last.outcome == "finished"
+        by_itself = has_finished(paths)
         print(f"the run in {options.run} {'was over already' if by_itself else 'has stopped'}")
     return tell(ending)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.named_directory import named_directory
+from elastic.cli.live import begun
 from elastic.cli.show import human_time, table
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting import health_events, incidents, verdicts
@@ -115,16 +116,12 @@ def _file_of(storage: Path) -> SuspectFile:
 
 def export_verdicts(options: argparse.Namespace) -> int:
     """`export`"""
-    paths = RunPaths(root=options.run)
-    if not paths.events.is_file():
-        raise FileNotFoundError(
-            f"{options.run} is no run's directory: it has no events.jsonl. Name storage_path/name"
-        )
+    paths = begun(options)
     kinds = {*incidents.KINDS, *verdicts.KINDS, *health_events.KINDS}
     events = read_events(paths.events, kinds=kinds, lenient=True)
     # Of steps verdicts ask alone how far the run was when something happened.
     steps = steps_before(paths.steps, (event.time for event in events))
     found = verdicts.find_verdicts(events, steps, incidents.find_incidents(events, steps))
-    told = health_events.to_health_events(found, events, named_directory(paths.root).name)
+    told = health_events.to_health_events(found, events, paths.root.name)
     print(json.dumps(told, indent=1))
     return 0

@@ -60,7 +60,7 @@ from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.coordinator.restores import Restores
 from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog, await_closed
-from elastic.coordinator.save_wish import SaveWish, is_cut_off
+from elastic.coordinator.save_wish import SaveWish
 from elastic.coordinator.slow_watch import SlowWatch
 from elastic.coordinator.snapshots import Snapshots, start_holder
 from elastic.coordinator.standstill import STEPS, StandstillWatch
@@ -197,6 +197,7 @@ class Coordinator(CoordinatorApi):
         )
         self._heal_news = HealNews(self._membership, self._dispatcher, self._workers, self._records)
         self._save_wish = SaveWish(self._membership)
+        self._records.followers.append(self._save_wish.hear)
         self._receipts = Receipts(
             config, self._membership, self._dispatcher, self._records, self._save_wish
         )
@@ -332,7 +333,6 @@ class Coordinator(CoordinatorApi):
             faults: told which went off.
             replayed: what they say.
         """
-        self._records.restored = replayed.restored
         # The end may come before the workers have spoken.
         self._membership.progress.recorded = replayed.recorded
         if self.config.restore_step == 0 and replayed.saved > 0:
@@ -355,8 +355,8 @@ class Coordinator(CoordinatorApi):
             steps = self.config.paths.steps
             latest = _once_answered(lambda: recent_steps(steps, replayed.recorded, STEPS))
             self._standstill.replay(latest)
-        if replayed.cut_off is not None:
-            self._save_wish.cut_off(replayed.cut_off)
+        for event in replayed.happened:
+            self._save_wish.hear(event)
         if replayed.going_back is not None:
             self._give_up_after(replayed.going_back)
         else:
@@ -401,9 +401,6 @@ class Coordinator(CoordinatorApi):
             given_up = regrouped.step, regrouped.roster.generation
             self._snapshots.went_back(*given_up)
             self._dispatcher.spawn(self._snapshots.sweep_given_up(*given_up))
-            self._save_wish.went_back()
-        if regrouped is not None and is_cut_off(regrouped, self.config.checkpoint.fixed_steps):
-            self._save_wish.cut_off(regrouped.step)
         if regrouped is not None:
             self._watch_steps()
             self._dispatcher.spawn(self._sweep(regrouped.roster.generation - 1))
@@ -617,7 +614,7 @@ class Coordinator(CoordinatorApi):
     # -- machines ----------------------------------------------------------------------------------
 
     async def beat(self, node: str, token: str, deaths: list[Death]) -> bool:
-        if not self._agents.renew(node, token):
+        if not self._agents.renew(token):
             return False
         if deaths:
             self._last_words.expect_of_frozen(deaths)

@@ -114,7 +114,7 @@ class NodeAgents:
     async def listen(self) -> None:
         """Takes beats that come as datagrams from now on. Called once, on the event loop."""
         await asyncio.get_running_loop().create_datagram_endpoint(
-            lambda: BeatListener(self._tokens, self.renew_by_token, self._hear_paces, self._meet),
+            lambda: BeatListener(self._tokens, self.renew, self._hear_paces, self._meet),
             sock=self._socket,
         )
 
@@ -342,22 +342,16 @@ class NodeAgents:
 
     # -- leases ------------------------------------------------------------------------------------
 
-    def renew(self, node: str, token: str) -> bool:
-        """Renews the lease of a node. Returns False for an agent that was forgotten.
+    def renew(self, token: str) -> bool:
+        """Renews the lease of the node whose agent has `token`. Returns False for an agent that was
+        forgotten.
 
         An agent of a coordinator that was lost is not for this one to judge: it ends with its
         owner, and the node's workers are watched by another.
         """
         if not token.startswith(self._coordinator):
             return True
-        return self._renew(node, token)
-
-    def renew_by_token(self, token: str) -> bool:
-        """As `renew`, for the agent that has signed a datagram."""
-        return self._renew(self._nodes[token], token)
-
-    def _renew(self, node: str, token: str) -> bool:
-        agent = self._agents.get(node)
+        agent = self._agents.get(self._nodes[token])
         if agent is None:
             return False
         if agent.token == token:

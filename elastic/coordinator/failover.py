@@ -180,7 +180,6 @@ class Failover:
             formations=replayed.formations,
             recorded=replayed.recorded,
             began=replayed.began,
-            winding_down=replayed.winding_down,
             until=replayed.until,
         )
         if replayed.going_back is not None:

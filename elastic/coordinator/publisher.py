@@ -67,8 +67,6 @@ class Publisher:
         """By whom -> step: the newest checkpoint of it or before stays, to go back to."""
         self.lost: dict[int, int] = {}
         """Steps of attempts that were passed by a later checkpoint -> parts that were written."""
-        self.undeleted: str | None = None
-        """Why the last `retire` could not delete old checkpoints; None: it did."""
 
     def saved(self, step: int) -> bool:
         """Whether a checkpoint of `step` is committed."""
@@ -192,19 +190,20 @@ class Publisher:
                 self.left(attempt[0])
                 log.warning("what a failed save has left could not be deleted", exc_info=True)
 
-    async def retire(self, newest: int) -> None:
+    async def retire(self, newest: int) -> str | None:
         """Deletes what the rules no longer keep, once the run knows that it can go back to the
-        checkpoint of `newest`: until then it may need the one before."""
+        checkpoint of `newest`: until then it may need the one before. Returns why it could not;
+        None: it did."""
         async with self._retiring:
             past = {step for step in self._left if step < newest}
             self._left -= past
             try:
                 await asyncio.to_thread(self._retire, newest, bool(past))
-                self.undeleted = None
             except Exception as error:  # of any kind: the commit stands, and has to be told of
                 log.warning("old checkpoints could not be deleted", exc_info=True)
                 self._left |= past
-                self.undeleted = f"{type(error).__name__}: {error}"
+                return f"{type(error).__name__}: {error}"
+            return None
 
     def _commit(
         self,

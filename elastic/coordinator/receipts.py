@@ -85,8 +85,7 @@ class Receipts:
         """
         progress = self._membership.progress
         ahead = progress.ahead(receipt.step, receipt.generation)
-        older = receipt.generation < self._records.restored
-        if ahead or older or progress.is_void(receipt.generation):
+        if ahead or progress.is_void(receipt.generation):
             self._publisher.left(receipt.step)
             return
         try:
@@ -122,8 +121,11 @@ class Receipts:
         await asyncio.wait({retiring}, timeout=_DELETING_S)
 
     async def _retire(self, step: int) -> None:
-        await self._publisher.retire(step)
-        self._note_undeleted()
+        """Writes down that old checkpoints stay, once until they can be deleted again."""
+        reason, told = await self._publisher.retire(step), self._undeleted_told
+        self._undeleted_told = reason is not None
+        if reason is not None and not told:
+            self._records.note(events.RetentionFailed(time=time.time(), reason=reason))
 
     def _give_up(self, step: int, generation: int) -> None:
         """Nobody waits for it: its writers are to be ready for the next save."""
@@ -141,13 +143,6 @@ class Receipts:
                 f"only {parts} of its parts were written: a worker was lost before it had copied"
             )
             self._records.note(events.CheckpointSkipped(time=time.time(), step=step, reason=reason))
-
-    def _note_undeleted(self) -> None:
-        """Writes down that old checkpoints stay, once until they can be deleted again."""
-        reason, told = self._publisher.undeleted, self._undeleted_told
-        self._undeleted_told = reason is not None
-        if reason is not None and not told:
-            self._records.note(events.RetentionFailed(time=time.time(), reason=reason))
 
     async def failed(self, step: int, generation: int, reason: str) -> None:
         """A checkpoint could not be written by the roster of `generation`; each of its writers may

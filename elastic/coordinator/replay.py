@@ -67,8 +67,6 @@ class Replay:
     """Samples that were passed over since it began."""
     going_back: int | None
     """Step that it was going back to, where no roster has stood since."""
-    cut_off: int | None
-    """Step of a checkpoint that a regroup cut off. One that was committed since makes up for it."""
 
 
 def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -> Replay:
@@ -112,7 +110,6 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
         happened=happened,
         skips=tuple(Skip(*e.skip) for e in _all(happened, events.WentBack) if e.skip),
         going_back=_going_back(happened),
-        cut_off=_cut_off(happened),
     )
 
 
@@ -176,17 +173,6 @@ def _until(happened: Sequence[events.Event]) -> int | None:
         elif isinstance(event, events.RegroupDone) and asked:
             until = event.step
     return until
-
-
-def _cut_off(happened: Sequence[events.Event]) -> int | None:
-    """A checkpoint that was cut off, and is wanted until one is committed."""
-    step: int | None = None
-    for event in happened:
-        if isinstance(event, events.RegroupDone) and event.save_cut_off:
-            step = event.step
-        elif isinstance(event, events.RegroupDone) and event.outcome in ("start", "restore"):
-            step = None
-    return step
 
 
 def _saved(happened: Sequence[events.Event], start_step: int) -> int:

@@ -81,8 +81,6 @@ class RunLog:
 
     def __init__(self, config: CoordinatorConfig, membership: Membership) -> None:
         self._config, self._membership = config, membership
-        self.restored = 0
-        """Generation that last began from a checkpoint: what older ones still write is void."""
         self.followers: list[Callable[[events.Event], None]] = []
         """Told of each event that is written down."""
         self._digests: dict[str, dict[str, str]] = {}
@@ -234,7 +232,6 @@ class RunLog:
         if effects.regrouped is not None:
             self._digests, self._equal = {}, None
             if effects.regrouped.outcome == "restore":
-                self.restored = effects.regrouped.roster.generation
                 self._began = min(self._began, effects.regrouped.step)
             self.note(_regroup_done(now, effects.regrouped, self._config.checkpoint.fixed_steps))
         if effects.short_of and effects.short_of != self._short_of:

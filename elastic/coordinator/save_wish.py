@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from elastic.membership.decisions import Regrouped
 from elastic.membership.machine import Membership
+from elastic.protocol.events import Event, RegroupDone
 
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 30.0, 1800.0
 """After a save that failed, before the last copies ask again: each time twice as long."""
@@ -57,13 +58,15 @@ class SaveWish:
             return False
         return self._now_s() >= self._again_s
 
-    def cut_off(self, step: int) -> None:
-        """A regroup has cut off the checkpoint of `step`; see `is_cut_off`."""
-        self._cut_off = step
-
-    def went_back(self) -> None:
-        """Nothing of before is wanted any more."""
-        self._cut_off = self._last_copies = None
+    def hear(self, event: Event) -> None:
+        """Of all that happens: a regroup may have cut a checkpoint off, see `is_cut_off`; once the
+        run has gone back nothing of before is wanted any more."""
+        if not isinstance(event, RegroupDone):
+            return
+        if event.save_cut_off:
+            self._cut_off = event.step
+        elif event.outcome in ("start", "restore"):
+            self._cut_off = self._last_copies = None
 
     def failed(self, step: int) -> None:
         """A save of `step` could not be written or committed, and may have left its parts in the

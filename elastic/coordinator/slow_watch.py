@@ -104,9 +104,9 @@ class SlowWatch:
             )
 
     def _worker_of(self, node: str, pid: int) -> str | None:
-        if (node, pid) not in self._names:
-            started = self._workers.started.items()
-            self._names = {(identity.node, identity.pid): worker for worker, identity in started}
+        started = self._workers.started
+        if self._names.get((node, pid)) not in started:  # new, or of one that is lost
+            self._names = {(one.node, one.pid): worker for worker, one in started.items()}
         return self._names.get((node, pid))
 
     def _is_new(self, worker: str, pace: Pace) -> bool:

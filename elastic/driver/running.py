@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -28,6 +29,8 @@ from elastic.reporting.event_log import last_event
 from elastic.reporting.report import Report
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _GONE_S = 10.0
 """How long Ray may take to free the name of an actor that was ended."""
@@ -140,7 +143,10 @@ def follow(
         with contextlib.suppress(ray.exceptions.RayActorError):  # its records tell how it ended
             run.call(SupervisorApi.interrupt)
         await_end(run, observer.paths)
-        _conclude(run, observer)
+        try:
+            _conclude(run, observer)
+        except Exception:  # whoever has interrupted is told that it has ended, come what may
+            log.exception("the report of the interrupted run could not be written")
         raise
     try:
         report = _conclude(run, observer)

@@ -210,7 +210,6 @@ class Membership:
         formations: int,
         recorded: int,
         began: int,
-        winding_down: bool = False,
         until: int | None = None,
     ) -> None:
         """Takes up a run whose coordinator was lost, from what its workers know.
@@ -225,10 +224,8 @@ class Membership:
             formations: replicas that ever began to form, by the records.
             recorded: steps that the run's records hold.
             began: step that the newest roster in the records began at.
-            winding_down: whether it was asked to end.
-            until: steps at which it ends therefore, if its workers know that already.
+            until: steps at which it ends as it was asked to, if its workers know that already.
         """
-        self.winding_down = winding_down
         self.until = self.config.steps if until is None else until
         self.members.update({s.identity.worker: s.identity for s in standings})
         self.calls.resume(standings)

@@ -65,11 +65,11 @@ def lost_after(agents: NodeAgents, beats: int, renew: Any = None) -> dict[str, s
 
 def test_a_lease_is_kept_by_calls_and_by_datagrams_alike(agents: NodeAgents) -> None:
     called, sent, silent = (started(agents, node) for node in ("called", "sent", "silent"))
-    assert agents.renew("called", called) and agents.renew("silent", silent)
-    assert agents.renew_by_token(sent) is True
+    assert agents.renew(called) and agents.renew(silent)
+    assert agents.renew(sent) is True
 
     def both() -> None:
-        assert agents.renew("called", called) and agents.renew_by_token(sent)
+        assert agents.renew(called) and agents.renew(sent)
 
     assert lost_after(agents, 5, both) == {}
     assert lost_after(agents, 6, both).keys() == {"silent"}
@@ -99,12 +99,12 @@ def test_an_agent_that_was_written_off_hears_so_both_ways(agents: NodeAgents) ->
     first = started(agents, "n")
     agents.forget("n")
     second = started(agents, "n")
-    assert agents.renew("n", first) is False and agents.renew_by_token(first) is False
-    assert agents.renew("n", second) is True and agents.renew_by_token(second) is True
+    assert agents.renew(first) is False and agents.renew(first) is False
+    assert agents.renew(second) is True and agents.renew(second) is True
 
 
 def test_an_agent_of_a_coordinator_that_was_lost_is_not_judged(agents: NodeAgents) -> None:
-    assert agents.renew("n", "another-token") is True
+    assert agents.renew("another-token") is True
 
 
 def test_another_agent_takes_up_what_the_one_that_ended_has_watched(agents: NodeAgents) -> None:
@@ -121,17 +121,17 @@ def test_the_lease_of_an_agent_that_ended_is_void_and_the_next_one_s_begins_with
     agents: NodeAgents,
 ) -> None:
     first = started(agents, "n")
-    assert agents.renew("n", first)
+    assert agents.renew(first)
     second = next_one(agents, "n")
     assert lost_after(agents, int(START_S)) == {}, "five leases, and it has not beaten yet"
-    assert agents.renew_by_token(second)
+    assert agents.renew(second)
     assert lost_after(agents, 5) == {}
     assert "not heard for 5.5 s" in lost_after(agents, 6)["n"]
 
 
 def test_a_node_on_which_no_other_agent_beats_is_lost_in_time(agents: NodeAgents) -> None:
     """Also where one after the other is started, and none of them beats."""
-    assert agents.renew("n", started(agents, "n"))
+    assert agents.renew(started(agents, "n"))
     next_one(agents, "n")
     assert lost_after(agents, int(START_S)) == {}
     next_one(agents, "n")
@@ -145,10 +145,10 @@ def test_the_last_words_of_an_agent_that_ended_renew_nothing_and_harm_nobody(
 ) -> None:
     first = started(agents, "n")
     second = next_one(agents, "n")
-    assert agents.renew("n", first) and agents.renew_by_token(first), "False: it ends the workers"
-    assert lost_after(agents, int(START_S) + 1, lambda: agents.renew("n", first)).keys() == {"n"}
+    assert agents.renew(first) and agents.renew(first), "False: it ends the workers"
+    assert lost_after(agents, int(START_S) + 1, lambda: agents.renew(first)).keys() == {"n"}
     agents.forget("n")
-    assert not agents.renew("n", first) and not agents.renew("n", second)
+    assert not agents.renew(first) and not agents.renew(second)
 
 
 def test_agents_may_ask_those_of_other_nodes_that_are_there_now(agents: NodeAgents) -> None:

@@ -125,7 +125,6 @@ def replayed(
         replacements=(),
         skips=(),
         going_back=None,
-        cut_off=None,
     )
 
 

@@ -331,8 +331,7 @@ def test_what_a_retention_that_failed_was_to_look_for_is_found_by_the_next(
         await save(10)
         with monkeypatch.context() as patch:
             patch.setattr(f"elastic.coordinator.publisher.{failing}", fails)
-            await publisher.retire(10)
-        assert publisher.undeleted is not None
+            assert await publisher.retire(10) is not None
         await save(12)
         await publisher.retire(12)
 
@@ -470,18 +469,17 @@ def test_retention_goes_on_with_credentials_that_were_renewed(tmp_path: Path) ->
         paths = RunPaths(root=tmp_path, store=place)
         publisher = Publisher(paths, CheckpointConfig(keep_last=1), versions={}, newest=0)
 
-        async def save(step: int) -> None:
+        async def save(step: int) -> str | None:
             for rank in range(WRITERS):
                 await publisher.take(part(paths, rank, step), {}, WRITERS)
-            await publisher.retire(step)
+            return await publisher.retire(step)
 
         asyncio.run(save(2))
         patch.setenv("AWS_ACCESS_KEY_ID", "renewed")
         expired = faults.inject("error", kind="list", status=400, code="ExpiredToken")
         with pytest.raises(StoreUnavailableError, match="expired"):
             asyncio.run(save(4))
-        asyncio.run(save(6))
-        assert expired.fired == 1 and publisher.undeleted is None
+        assert asyncio.run(save(6)) is None and expired.fired == 1
         assert "Credential=renewed/" in faults.headers("list")[-1]["authorization"]
         assert list_steps(open_store(place), Keys()) == [6]
 

@@ -23,6 +23,19 @@ from elastic.reporting.event_log import read_events
 from tests.support.coordinator_desk import CoordinatorDesk
 from trainer.replication.step_commit import Saving
 
+CUT_OFF = events.RegroupDone(
+    time=1.0,
+    generation=2,
+    step=4,
+    replicas=1,
+    lanes={"0": [0]},
+    renumbered={},
+    outcome="finish_step",
+    lost_steps=0,
+    repeated_steps=0,
+    save_cut_off=True,
+)
+
 
 def play(scene: Coroutine[Any, Any, None]) -> None:
     asyncio.run(scene)
@@ -69,12 +82,12 @@ def test_a_checkpoint_that_a_regroup_cuts_off_is_asked_for(tmp_path: Path, back:
     desk = CoordinatorDesk(tmp_path)
     progress, wish = desk.membership.progress, SaveWish(desk.membership)
     progress.record(3)
-    wish.cut_off(4)
+    wish.hear(CUT_OFF)
     assert wish.wanted()
     progress.checkpointed(3)
     assert wish.wanted()
     if back:
-        wish.went_back()
+        wish.hear(replace(CUT_OFF, outcome="restore", save_cut_off=False))
     else:
         progress.checkpointed(5)
     assert not wish.wanted()
@@ -86,7 +99,7 @@ def test_a_store_that_refuses_gets_no_save_after_save(tmp_path: Path) -> None:
     progress, wish = desk.membership.progress, SaveWish(desk.membership, lambda: clock[0])
     progress.record(3)
     desk.workers.retire(["a", "b", "c"], dismiss=False)
-    wish.cut_off(4)
+    wish.hear(CUT_OFF)
     asked = []
     for second in range(200):
         clock[0] = float(second)
@@ -126,7 +139,7 @@ def test_what_makes_up_for_one_that_is_cut_off_is_asked_for_until_it_fails_itsel
     desk, clock = CoordinatorDesk(tmp_path), [0.0]
     wish = SaveWish(desk.membership, lambda: clock[0])
     desk.membership.progress.record(3)
-    wish.cut_off(4)
+    wish.hear(CUT_OFF)
     wish.failed(failed)
     clock[0] = 30.0
     assert wish.wanted() == wanted

@@ -131,6 +131,15 @@ def test_slowness_that_stops_or_wanders_begins_anew(desk: Desk) -> None:
     assert desk.found == []
 
 
+def test_a_worker_with_the_process_number_of_one_that_is_lost_is_known(desk: Desk) -> None:
+    play(desk, ())
+    started = desk.workers.started
+    started["again"] = replace(started.pop("b"), worker="again")
+    desk.watch.take("B", {started["again"].pid: replace(SLOW, number=9)})
+    assert desk.watch._paces["again"].compute_s == SLOW.compute_s
+    assert desk.watch._paces["b"].compute_s == NORMAL.compute_s
+
+
 def test_a_round_waits_for_all_workers(desk: Desk) -> None:
     play(desk, *[("b",)] * 20, of=("a", "b"))
     assert desk.found == []

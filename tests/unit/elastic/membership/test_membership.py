@@ -284,10 +284,10 @@ def test_with_the_last_state_lost_a_run_that_is_to_end_does_so_at_once() -> None
 def test_a_coordinator_started_anew_knows_that_the_run_is_to_end() -> None:
     group = Group(replicas=1)
     last = standing("a0", 1, built=True, proven=True)
+    group.membership.wind_down()
     group.membership.resume(
-        [last], generation=3, restored=1, formations=1, recorded=5, began=5,
-        winding_down=True, until=5,
-    )  # fmt: skip
+        [last], generation=3, restored=1, formations=1, recorded=5, began=5, until=5
+    )
     assert group.advance() == Effects(), "its roster is the last"
     group.checkpointed(5)
     group.built["a0"], group.generations["a0"] = 1, 3
@@ -298,9 +298,8 @@ def test_a_last_roster_that_is_in_no_record_is_made_again() -> None:
     """Its workers have done all that they were told to, and the coordinator waited for more."""
     group = Group(replicas=1)
     last = standing("a0", 1, built=True, proven=True)
-    group.membership.resume(
-        [last], generation=3, restored=1, formations=1, recorded=5, began=4, winding_down=True
-    )
+    group.membership.wind_down()
+    group.membership.resume([last], generation=3, restored=1, formations=1, recorded=5, began=4)
     group.membership.progress.checkpointed(5)
     group.built["a0"], group.generations["a0"] = 1, 3
     effects = group.join("a0", step=5, finished=True)
