@@ -66,7 +66,7 @@ class LongWorker(SimulatedWorker):
             assert isinstance(answer, Run), answer
             self.run, self.generation = answer, answer.generation
             if answer.lacks_state:
-                await self.coordinator.caught_up(self.identity.worker, 1, 0.0, 1)
+                await self.coordinator.caught_up(self.identity.worker, answer.generation, 1, 0.0, 1)
             self.has_state = True
             await self.called.wait()
             self.called.clear()

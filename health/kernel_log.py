@@ -28,14 +28,10 @@ def parse_record(record: bytes) -> str:
     return text.split("\n", 1)[0]
 
 
-def has_our_pids(own: Path = _OWN_PIDS) -> bool:
+def has_our_pids() -> bool:
     """Whether the processes in the log have the numbers by which this process knows them: not in a
-    container with a namespace of its own, such as a pod without `hostPID`.
-
-    Args:
-        own: the namespace of this process's numbers.
-    """
-    return os.readlink(own) == _FIRST_PIDS
+    container with a namespace of its own, such as a pod without `hostPID`."""
+    return os.readlink(_OWN_PIDS) == _FIRST_PIDS
 
 
 class KernelLog:

@@ -220,18 +220,16 @@ def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
     return expired
 
 
-def sweep_attempt(surveyor: Surveyor, step: int, generation: int) -> list[str]:
+def sweep_attempt(surveyor: Surveyor, step: int, generation: int) -> None:
     """Deletes the segments that the roster of `generation` wrote for `step` and no record refers
-    to. The caller sees to it that no commit of them is under way, or will be. Returns the keys."""
+    to. The caller sees to it that no commit of them is under way, or will be."""
     store, keys = surveyor.store, surveyor.keys
     written = [
         key
         for key in store.list(keys.data)
         if (keys.step_of(key), keys.generation_of(key)) == (step, generation)
     ]
-    expired = plan_segments(written, surveyor.survey(), keys)
-    store.delete_many(expired)
-    return expired
+    store.delete_many(plan_segments(written, surveyor.survey(), keys))
 
 
 def _refuse_newest(step: int, survey: Survey) -> None:

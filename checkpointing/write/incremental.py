@@ -17,13 +17,13 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from checkpointing.errors import CorruptError, MissingError
 from checkpointing.format.boxes import Box, TensorSlice
 from checkpointing.format.layout import BLOCK_BYTES, PIECE_BYTES, SEGMENT_BYTES, Keys
 from checkpointing.format.manifest import Receipt, Segment
 from checkpointing.format.slices import SavedSlice, SliceTable
 from checkpointing.stores import Store
 from checkpointing.write.byte_writer import Attempt, cut_shared, unchecked, write_parts
+from checkpointing.write.publish import stored_size
 
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
@@ -140,14 +140,7 @@ def _sample(data: memoryview) -> bytes:
 def _present(store: Store, segments: Sequence[Segment]) -> set[str]:
     """The keys of those that are in the store as a whole: somebody may have deleted them."""
     found = {segment.key: segment.size_bytes for segment in segments}
-    return {key for key, size_bytes in found.items() if _size(store, key) == size_bytes}
-
-
-def _size(store: Store, key: str) -> int | None:
-    try:
-        return store.size(key)
-    except (MissingError, CorruptError):
-        return None
+    return {key for key, size_bytes in found.items() if stored_size(store, key) == size_bytes}
 
 
 def _known_now(

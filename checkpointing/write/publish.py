@@ -193,7 +193,7 @@ def _check_there(store: Store, keys: Keys, receipts: Iterable[Receipt]) -> None:
     well to it. Segments of the checkpoint before were looked for when that was committed."""
     written = [(one, s) for one in receipts for s in one.segments if _is_own(keys, one, s)]
     with ThreadPoolExecutor(_LOOKS, thread_name_prefix="commit") as pool:
-        found = pool.map(partial(_size, store), [segment.key for _, segment in written])
+        found = pool.map(partial(stored_size, store), [segment.key for _, segment in written])
         for (one, segment), size in zip(written, found, strict=True):
             if size != segment.size_bytes:
                 here = "is not there" if size is None else f"has {size} bytes there"
@@ -205,10 +205,11 @@ def _check_there(store: Store, keys: Keys, receipts: Iterable[Receipt]) -> None:
                 )
 
 
-def _size(store: Store, key: str) -> int | None:
+def stored_size(store: Store, key: str) -> int | None:
+    """Bytes of what lies at a key; None: nothing does, or what is no file."""
     try:
         return store.size(key)
-    except (MissingError, CorruptError):  # none, or no file
+    except (MissingError, CorruptError):
         return None
 
 

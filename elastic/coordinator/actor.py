@@ -525,12 +525,14 @@ class Coordinator(CoordinatorApi):
         return await self._injections.claim(index, slot, step, worker)
 
     @_when_known
-    async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
-        await self._heal_news.caught_up(worker, size, seconds, steps)
+    async def caught_up(
+        self, worker: str, generation: int, size: int, seconds: float, steps: int
+    ) -> None:
+        await self._heal_news.caught_up(worker, generation, size, seconds, steps)
 
     @_when_known
-    async def heal_failed(self, worker: str, reason: str) -> None:
-        await self._heal_news.failed(worker, reason)
+    async def heal_failed(self, worker: str, generation: int, reason: str) -> None:
+        await self._heal_news.failed(worker, generation, reason)
 
     @_when_known
     async def cross_lost(self, worker: str, generation: int, reason: str) -> None:

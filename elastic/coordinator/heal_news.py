@@ -34,9 +34,14 @@ class HealNews:
         self._received: dict[str, tuple[int, float, int]] = {}
         """Newcomer's worker -> bytes, seconds and steps of its heal, until its replica is whole."""
 
-    async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
+    async def caught_up(
+        self, worker: str, generation: int, size: int, seconds: float, steps: int
+    ) -> None:
         """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
-        `steps` steps."""
+        `steps` steps. Of an earlier roster's heal, told once more after a coordinator was lost,
+        nothing follows: its reports say what it has."""
+        if generation != self._membership.roster.generation:
+            return
         self._received[worker] = (size, seconds, steps)
         replica = self._membership.caught_up(worker)
         if replica is None:
@@ -60,10 +65,12 @@ class HealNews:
         )
         await self._dispatcher.advance()
 
-    async def failed(self, worker: str, reason: str) -> None:
+    async def failed(self, worker: str, generation: int, reason: str) -> None:
         """A newcomer's worker did not get the state: another source, or, in the end, another
-        newcomer."""
+        newcomer. Of an earlier roster's heal nothing follows."""
         membership = self._membership
+        if generation != membership.roster.generation:
+            return
         slot, formed = membership.slot_name(worker), membership.places.formation_of(worker)
         source = None if formed is None else membership.heals.source_of(formed)
         failures = membership.heals.failed(worker)

@@ -78,12 +78,14 @@ class WorkerCalls(Protocol):
     async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:
         """Whether injected fault `index` hits the worker in `slot` now."""
 
-    async def caught_up(self, worker: str, size: int, seconds: float, steps: int) -> None:
-        """A newcomer's worker has received `size` bytes of state, in `seconds`, and made up for
-        `steps` steps."""
+    async def caught_up(
+        self, worker: str, generation: int, size: int, seconds: float, steps: int
+    ) -> None:
+        """In roster `generation` a newcomer's worker has received `size` bytes of state, in
+        `seconds`, and made up for `steps` steps."""
 
-    async def heal_failed(self, worker: str, reason: str) -> None:
-        """A newcomer's worker did not get the state."""
+    async def heal_failed(self, worker: str, generation: int, reason: str) -> None:
+        """In roster `generation` a newcomer's worker did not get the state."""
 
     async def cross_lost(self, worker: str, generation: int, reason: str) -> None:
         """The group across replicas of roster `generation` has failed for a worker that nobody has

@@ -233,17 +233,20 @@ class CoordinatorLink:
 
     def caught_up(self, newcomer: Newcomer) -> None:
         """See Link."""
+        assert self._run is not None
         self._standing = replace(self._standing, behind=False)
         seconds = time.monotonic() - newcomer.started_at
-        worker, size, steps = self._identity.worker, newcomer.bytes, newcomer.steps_behind
+        about = self._identity.worker, self._run.generation
+        size, steps = newcomer.bytes, newcomer.steps_behind
         self._tell(
-            lambda: self._coordinator.send(CoordinatorApi.caught_up, worker, size, seconds, steps)
+            lambda: self._coordinator.send(CoordinatorApi.caught_up, *about, size, seconds, steps)
         )
 
     def heal_failed(self, reason: str) -> None:
         """See Link."""
-        worker = self._identity.worker
-        self._tell(lambda: self._coordinator.send(CoordinatorApi.heal_failed, worker, reason))
+        assert self._run is not None
+        about = self._identity.worker, self._run.generation
+        self._tell(lambda: self._coordinator.send(CoordinatorApi.heal_failed, *about, reason))
 
     def cross_lost(self, reason: str) -> None:
         """The group across replicas has failed, and nobody has announced a fault."""

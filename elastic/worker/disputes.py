@@ -18,6 +18,7 @@ from elastic.protocol.rpc import Remote
 from elastic.worker.outbox import Outbox
 from health.corruption import compare_checksums, was_wrong
 from health.heartbeat import NO_STEP
+from trainer.loop.samples import Skips
 
 CORRUPT_EXIT_CODE = 71
 
@@ -38,8 +39,9 @@ class Disputes:
         self._worker, self._coordinator, self._outbox = worker, coordinator, outbox
         self._states: tuple[int, tuple[int | None, ...], int] = (NO_STEP, (), 0)
         """Step and checksums of a comparison that had no majority, and this worker's position."""
-        self._gradients: tuple[int, int | None] = (NO_STEP, None)
-        """Step of a lane whose gradients had none, and the one of this worker's replica, if any."""
+        self._gradients: tuple[int, Skips, int | None] = (NO_STEP, (), None)
+        """Step of a lane whose gradients had none, the samples that were passed over by then, and
+        the gradient of this worker's replica, if any."""
 
     def compared(
         self, run: Run, step: int, checksums: Sequence[int | None], confirmed: bool
@@ -77,7 +79,7 @@ class Disputes:
         if found.decided:
             return
         self._states = step, tuple(checksums), run.position
-        if run.position == 0:
+        if checksums[run.position] is not None:  # all say so: any may die before its call
             self._outbox.flush()
             detail = (
                 f"the replicas differ before step {step}, and no majority shows which is right: "
@@ -91,20 +93,21 @@ class Disputes:
         mine, positions = digests.get(run.position), list(digests)
         found = compare_checksums(list(digests.values()))
         shown = ", ".join(f"{digest:x}" for digest in digests.values())
-        at, before = self._gradients
+        at, skips, before = self._gradients
+        again = (at, skips) == (step, run.skips)  # with the same samples
         if found.equal:
             proven = len(digests) > 1 and mine is not None  # else nobody has confirmed anything
-            if proven and at == step and before is not None and before != mine:
+            if proven and again and before is not None and before != mine:
                 self._leave(run, f"{_WRONG} {step}: {before:x}, then {shown}", spread=False)
             if proven:
-                self._gradients = NO_STEP, None
+                self._gradients = NO_STEP, (), None
             return True
         if run.position in [positions[outlier] for outlier in found.outliers]:
             self._leave(run, f"{_WRONG} {step}: {mine:x} of {shown}", spread=False)
         if not found.decided:
-            if at == step and run.position == positions[0]:
+            if again and run.position == positions[0]:
                 self._end_run(step, positions, shown)
-            self._gradients = step, mine
+            self._gradients = step, run.skips, mine
         return False
 
     def _end_run(self, step: int, positions: Sequence[int], shown: str) -> None:

@@ -129,8 +129,7 @@ def give_up(group: Any, what: str) -> None:
     it is done again."""
     with _asking:
         _ends.pop(id(group), None)
-        end = _abort(group, what, None)
-    _forget_at(end, group)
+    leave(group, what)
 
 
 def _abort(group: Any, what: str, after: threading.Event | None) -> Future[Any]:

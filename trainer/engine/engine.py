@@ -127,7 +127,7 @@ class Engine:
         self._watch = BackwardWatch(self.model, slot.dims.fsdp, TwoLevels.of(slot.dims))
         self.compiles_next = train.compile != "off"
         """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
-        self._lane, self._lane_views = torch.empty(0), list[torch.Tensor]()
+        self._lane = torch.empty(0)
         if heir_of is None:
             self._leaves = [as_leaf(local) for local in self.layout.locals]
             self.replace_gradient()
@@ -253,7 +253,7 @@ class Engine:
             self.replace_gradient()
             self.gradient.copy_(gradient)
         self.layout.params.clear()
-        self._lane, self._lane_views = torch.empty(0), []
+        self._lane = torch.empty(0)
         del self.model, self.mesh, self._watch
 
     def memory(self) -> dict[str, torch.Tensor]:
@@ -308,7 +308,7 @@ class Engine:
         Args:
             flat: float32, `layout.count` numbers or more.
         """
-        self._lane, self._lane_views = flat, self.layout.views(flat)
+        self._lane = flat
         self._watch.offer(self.layout.group_memories(flat))
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -350,14 +350,18 @@ class Engine:
                 spoil.
         """
         layout, params = self.layout, slice(*self.layout.group_params[group : group + 2])
-        views = self._lane_views[params]
         grads = [
             None if param.grad is None else local_tensor(param.grad)
             for param in layout.params[params]
         ]
-        pairs = [(v, g) for v, g in zip(views, grads, strict=True) if g is not None]
-        if len(pairs) == len(views) and all(v.data_ptr() == g.data_ptr() for v, g in pairs):
+        begin, size = self._lane.data_ptr(), self._lane.element_size()
+        if all(
+            grad is not None and (grad.numel() == 0 or grad.data_ptr() == begin + size * start)
+            for grad, start in zip(grads, layout.starts[params], strict=True)
+        ):
             return
+        views = layout.group_views(self._lane, group)
+        pairs = [(v, g) for v, g in zip(views, grads, strict=True) if g is not None]
         part = self._lane[slice(*layout.group_ends[group : group + 2])]
         start, end = part.data_ptr(), part.data_ptr() + part.nbytes
         if any(start <= grad.data_ptr() < end for _, grad in pairs):
@@ -380,25 +384,28 @@ class Engine:
     def sum_at_first(self, vector: list[float]) -> list[float]:
         """Sums a float64 vector at the replica's first worker; the others get something of no
         use."""
-        if self._workers == 1:
-            return vector
-        tensor = upload(vector, self.device)
-        dist.reduce(tensor, 0)
-        return _numbers_of(tensor)
+        return self._agree(vector, lambda tensor: dist.reduce(tensor, 0))
 
     def hand_out(self, vector: list[float]) -> list[float]:
         """The first worker's `vector`, on every worker of the replica."""
+        return self._agree(vector, lambda tensor: dist.broadcast(tensor, 0))
+
+    def sum_in_replica(self, vector: list[float]) -> list[float]:
+        """All-reduces a float64 vector over the replica."""
+        return self._agree(vector, dist.all_reduce)
+
+    def _agree(
+        self, vector: list[float], collective: Callable[[torch.Tensor], object]
+    ) -> list[float]:
+        """What a collective of the replica makes of a small vector. Waits for it, and so for the
+        device; one worker alone has nothing to wait for."""
         if self._workers == 1:
             return vector
         tensor = upload(vector, self.device)
-        dist.broadcast(tensor, 0)
-        return _numbers_of(tensor)
-
-    def sum_in_replica(self, vector: list[float]) -> list[float]:
-        """All-reduces a small float64 vector over the replica. Waits for the device."""
-        tensor = upload(vector, self.device)
-        dist.all_reduce(tensor)
-        return _numbers_of(tensor)
+        collective(tensor)
+        numbers: list[float] = tensor.tolist()
+        check_replica_group()
+        return numbers
 
     def apply(self, step: int, *, scale: float) -> None:
         """The optimizer step on `gradient` times `scale`, at the learning rate of `step`. What it
@@ -409,10 +416,3 @@ class Engine:
             self.gradient.mul_(scale)
             scale = 1.0
         self.optimizer.step(rate, scale)
-
-
-def _numbers_of(tensor: torch.Tensor) -> list[float]:
-    """What a collective of the replica has put there. Waits for it."""
-    numbers: list[float] = tensor.tolist()
-    check_replica_group()
-    return numbers

@@ -48,7 +48,8 @@ class FlatLayout:
         """Their local slices. In the middle of a step FSDP2 shows whole parameters in the model's
         place of them."""
         self._room = [room[name] for name in self.names]
-        ends = [0, *accumulate(self._room)]
+        self.starts = ends = [0, *accumulate(self._room)]
+        """Where the slice of each parameter begins, and where the last one's room ends."""
         self.count = ends[-1]
         """How many numbers there are."""
         self.group_params = [0, *accumulate(map(len, groups))]
@@ -68,10 +69,16 @@ class FlatLayout:
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a flat buffer of `count` numbers (or more), shaped like the local slices."""
-        parts = flat[: self.count].split(self._room)
+        return self._views(flat, 0, len(self.locals))
+
+    def group_views(self, flat: torch.Tensor, group: int) -> list[torch.Tensor]:
+        """As `views`, of one group's slices."""
+        return self._views(flat, *self.group_params[group : group + 2])
+
+    def _views(self, flat: torch.Tensor, first: int, end: int) -> list[torch.Tensor]:
         return [
-            part[: local.numel()].view(local.shape)
-            for part, local in zip(parts, self.locals, strict=True)
+            flat[start : start + local.numel()].view(local.shape)
+            for start, local in zip(self.starts[first:end], self.locals[first:end], strict=True)
         ]
 
     def group_memories(self, flat: torch.Tensor) -> list[torch.Tensor]:

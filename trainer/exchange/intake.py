@@ -24,6 +24,7 @@ from checkpointing import (
     write_slices,
 )
 from checkpointing.format.boxes import Index
+from checkpointing.format.cutting import pack
 from checkpointing.format.dtypes import item_bytes
 from checkpointing.format.layout import SEGMENT_BYTES
 from checkpointing.format.segment import slice_bytes
@@ -118,8 +119,9 @@ def _write(
     generation: int,
     segment_bytes: int,
 ) -> list[Receipt]:
-    attempt, receipts = secrets.randbits(31), list[Receipt]()
-    for number, batch in enumerate(_batches(incoming, segment_bytes)):
+    attempt, receipts, items = secrets.randbits(31), list[Receipt](), list(incoming)
+    batches = pack([slice_bytes(item.part) for item in items], segment_bytes)
+    for number, batch in enumerate(batches):
         receipts.append(
             write_slices(
                 store,
@@ -128,25 +130,11 @@ def _write(
                 step=step,
                 generation=generation,
                 attempt=attempt,
-                slices=[(item.part, _as_dtype(item)) for item in batch],
+                slices=[(items[one].part, _as_dtype(items[one])) for one in batch],
                 segment_bytes=segment_bytes,
             )
         )
     return receipts
-
-
-def _batches(incoming: Iterable[Incoming], max_bytes: int) -> Iterator[list[Incoming]]:
-    batch: list[Incoming] = []
-    room = max_bytes
-    for item in incoming:
-        size = slice_bytes(item.part)
-        if batch and size > room:
-            yield batch
-            batch, room = [], max_bytes
-        batch.append(item)
-        room -= size
-    if batch:
-        yield batch
 
 
 def _as_dtype(item: Incoming) -> torch.Tensor:

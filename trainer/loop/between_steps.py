@@ -96,6 +96,8 @@ class BetweenSteps:
         if not every or (step % every and step != self.config.until):
             return
         checksum = self.engine.state.checksum() if has_state else None
+        # It waits for the others now, in a phase of which that is known. The clock's part stays.
+        self.link.at_step(step, "reduce")
         checksums: list[int | None] = []
         with suppress(CrossGroupLost):
             checksums = self.cross.gather_numbers(checksum)

@@ -17,6 +17,15 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seeds the default generators of the CPU and of GPUs, before each micro-batch. As
+    `torch.manual_seed`, which also asks for kinds of devices that are not there, and formats this
+    thread's stack for each: it looks up all its files on the disk."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(seed)
+
+
 class DrawnError(BaseException):
     """Not an Exception: a dataset that catches those does not go on without the numbers."""
 

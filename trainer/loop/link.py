@@ -75,33 +75,33 @@ class Link(Protocol):
 
     def at_step(self, step: int, phase: Phase) -> None:
         """The worker enters a phase of a step; heartbeats and injected faults hang here."""
-        ...
+        return
 
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
         """A step has been committed and, unless it was skipped as non-finite, applied."""
-        ...
+        return
 
     def timed(self, times: StepTimes) -> None:
         """Where the time of some steps went, on this worker."""
-        ...
+        return
 
     def worked(self, own: OwnTimes) -> None:
         """What a step took of this worker itself."""
-        ...
+        return
 
     def caught_up(self, newcomer: Newcomer) -> None:
         """This worker, which had joined without state, has it now."""
-        ...
+        return
 
     def heal_failed(self, reason: str) -> None:
         """The state that this worker was to receive did not arrive."""
-        ...
+        return
 
     def save(
         self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
     ) -> None:
         """A copy of the state before `step` is due in each of `places`, from this worker."""
-        ...
+        return
 
     def saving(self) -> Saving:
         """What this worker has to say about saves; asked before each commit."""
@@ -114,12 +114,12 @@ class Link(Protocol):
 
     def save_skipped(self, step: int, places: Sequence[Place]) -> None:
         """Copies that were due before `step` are not made: the ones before are being written."""
-        ...
+        return
 
     def compared(self, step: int, checksums: list[int | None], confirmed: bool) -> None:
         """The checksums of this worker's slot in all replicas, by position, before `step`;
         `confirmed`, which the first replica alone knows: all slots' show that they agree."""
-        ...
+        return
 
     def witnessed(self, step: int, digests: Mapping[int, int]) -> bool:
         """What the gradient of one lane was with each replica that computed it, by position. Asked
@@ -128,7 +128,7 @@ class Link(Protocol):
 
     def evaluated(self, step: int, loss: float, tokens: int) -> None:
         """The mean loss on the held-out data before `step`."""
-        ...
+        return
 
 
 class NoLink(Link):
@@ -142,29 +142,6 @@ class NoLink(Link):
         """See Link."""
         return False
 
-    def at_step(self, step: int, phase: Phase) -> None:
-        """See Link."""
-
-    def committed(self, commit: Commit, lr: float, applied: bool) -> None:
-        """See Link."""
-
-    def timed(self, times: StepTimes) -> None:
-        """See Link."""
-
-    def worked(self, own: OwnTimes) -> None:
-        """See Link."""
-
-    def caught_up(self, newcomer: Newcomer) -> None:
-        """See Link."""
-
-    def heal_failed(self, reason: str) -> None:
-        """See Link."""
-
-    def save(
-        self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
-    ) -> None:
-        """See Link."""
-
     def saving(self) -> Saving:
         """See Link."""
         return Saving()
@@ -173,15 +150,6 @@ class NoLink(Link):
         """See Link."""
         return 0
 
-    def save_skipped(self, step: int, places: Sequence[Place]) -> None:
-        """See Link."""
-
-    def compared(self, step: int, checksums: list[int | None], confirmed: bool) -> None:
-        """See Link."""
-
     def witnessed(self, step: int, digests: Mapping[int, int]) -> bool:
         """See Link."""
         return True
-
-    def evaluated(self, step: int, loss: float, tokens: int) -> None:
-        """See Link."""

@@ -31,6 +31,7 @@ from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost, NonFiniteError
 from trainer.loop.between_steps import BetweenSteps
 from trainer.loop.clock import StepClock, StepTimes
+from trainer.loop.draws import seed_generators
 from trainer.loop.link import Link, LoopConfig, Progress
 from trainer.loop.loader import Loader
 from trainer.loop.phases import Phase
@@ -252,7 +253,8 @@ class TrainLoop:
                 reduction.start(stop)
 
         for index in range(last + 1):
-            torch.manual_seed(micro_seed(self.train.seed, step, lane, index, slot.fsdp))
+            seed = micro_seed(self.train.seed, step, lane, index, slot.fsdp)
+            seed_generators(seed, self.engine.device)
             self.enter(step, "data")
             ids, samples = self.loader.take()
             taken.append(ids)
@@ -366,7 +368,7 @@ class TrainLoop:
         they are in no sum of it. A group that fails in it fails the next step's reduce as well."""
         told = upload(total, self.engine.device)
         try:
-            self.cross.hear_first(told)
+            self.cross.hear(told)
         except CrossGroupLost:
             return total if self.part != "remnant" else [total[0], 1.0, *total[2:]]
         return told.tolist() if self.part == "remnant" else total
@@ -411,8 +413,11 @@ class TrainLoop:
     def apply(self, commit: Commit) -> None:
         """The optimizer step; none where the gradient is not finite."""
         self.enter(commit.step, "optimizer")
-        if self.source is not None:
+        if self.source is not None and self.source.copies:
+            # Its newcomers, without lanes, wait for this worker by now: it is not stuck in a step.
+            self.link.at_step(commit.step, "heal_source")
             self.source.await_copy()
+            self.link.at_step(commit.step, "optimizer")
         if commit.finite:
             scale = commit.scale(self.train.optimizer.clip_norm)
             self.progress.applying = True

@@ -74,6 +74,11 @@ class Source:
         ]
         self._start("heal-listen", self._open)
 
+    @property
+    def copies(self) -> bool:
+        """Whether the state is still being copied."""
+        return any(copying.is_alive() for copying in self._copying)
+
     def await_copy(self) -> None:
         """Called before the state changes."""
         for copying in self._copying:

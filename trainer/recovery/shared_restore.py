@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from checkpointing import (
     Box,
@@ -263,16 +262,9 @@ class _Part:
         for position, reader in enumerate(readers):
             for piece in self._staging.buffers(self._shares[position]):
                 buffer = piece.to(self._device)
-                self._broadcast(buffer, reader)
+                self._cross.hear(buffer, reader)
                 if buffer is not piece:
                     piece.copy_(buffer)
-
-    def _broadcast(self, buffer: torch.Tensor, root: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        flight = self._cross.start(lambda group: group.broadcast([buffer], options), buffer)
-        self._cross.poll(flight)
-        self._cross.follow(flight)
 
     def _compare(self) -> None:
         """What travelled has no CRC any more. Equal faults on the way are not to be expected."""

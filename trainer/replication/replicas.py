@@ -138,10 +138,11 @@ class CrossGroup:
         pairs = all_of_them.view(self.size, 2).tolist()
         return [value if there else None for there, value in pairs]
 
-    def hear_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Position 0's `tensor`, in place, on all."""
-        self._run(lambda group: group.broadcast([tensor], dist.BroadcastOptions()), tensor)
-        return tensor
+    def hear(self, tensor: torch.Tensor, position: int = 0) -> None:
+        """Broadcasts `tensor` of the worker at `position`, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = position
+        self._run(lambda group: group.broadcast([tensor], options), tensor)
 
     def start(
         self, issue: Callable[[Any], Any], *buffers: torch.Tensor, channel: int = EXCHANGE

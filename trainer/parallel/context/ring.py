@@ -40,18 +40,30 @@ class Ring:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(_group(group))
         self.workers = 1 if group is None else dist.get_world_size(_group(group))
-        self.documents: Sequence[Sequence[int]] | None = None
-        """Where the texts begin in each sample of the micro-batch that the model computes; see
-        `plan_blocks`. It holds until the next micro-batch's forward."""
+        self.documents = None
         self.key = next(key for key in map("ring {}".format, count()) if key not in _rings)
         """Names it to the operators. Compiled blocks have the name in them: a model that is built
         where another has gone gets that one's, and finds its graphs."""
         _rings[self.key] = self
 
+    @property
+    def documents(self) -> Sequence[Sequence[int]] | None:
+        """Where the texts begin in each sample of the micro-batch that the model computes; see
+        `plan_blocks`. It holds until the next micro-batch's forward."""
+        return self._documents
+
+    @documents.setter
+    def documents(self, documents: Sequence[Sequence[int]] | None) -> None:
+        self._documents = documents
+        self._planned: dict[tuple[int, int], list[Block]] = {}
+
     def blocks(self, round_: int, tokens: int) -> list[Block]:
-        """What there is to compute in a round."""
-        source = (self.rank - round_) % self.workers
-        return plan_blocks(self.rank, source, self.workers, tokens, self.documents)
+        """What there is to compute in a round: the same for all layers."""
+        if (round_, tokens) not in self._planned:
+            source = (self.rank - round_) % self.workers
+            found = plan_blocks(self.rank, source, self.workers, tokens, self._documents)
+            self._planned[round_, tokens] = found
+        return self._planned[round_, tokens]
 
     def pass_on(self, tensor: torch.Tensor) -> _Passing:
         """Begins to send a flat tensor to the next worker, and to receive one like it from the one
@@ -96,7 +108,8 @@ def forward(
 
     All workers of the ring call it together.
     """
-    place, kernel, sums = _rings[ring], kernel_of(query), _Sums(query)
+    place, kernel = _rings[ring], kernel_of(query)
+    sums = _Sums(query, once=place.workers == 1)
     held = _packed(key, value) if place.workers > 1 else None
     for round_ in range(place.workers):
         coming = None
@@ -113,10 +126,15 @@ def forward(
 
 class _Sums:
     """Blocks of attention, put together: the mean of their results, each weighted by its sum of
-    exponentials."""
+    exponentials.
 
-    def __init__(self, query: torch.Tensor) -> None:
-        self._query = query
+    Args:
+        query: all of them.
+        once: each is in one block.
+    """
+
+    def __init__(self, query: torch.Tensor, *, once: bool) -> None:
+        self._query, self._once = query, once
         self._out: torch.Tensor | None = None
         self._lse = torch.empty(0)
 
@@ -129,6 +147,10 @@ class _Sums:
             self._out = torch.zeros_like(self._query, dtype=torch.float32)
             self._lse = self._out.new_full(self._query.shape[:3], -torch.inf)
         out_there, lse_there = _of(block, self._out), _of(block, self._lse)
+        if self._once:
+            out_there.copy_(out)
+            lse_there.copy_(lse)
+            return
         both = torch.logaddexp(lse_there, lse)
         out_there.mul_((lse_there - both).exp_().unsqueeze(-1))
         out_there.add_(out.float().mul((lse - both).exp_().unsqueeze(-1)))

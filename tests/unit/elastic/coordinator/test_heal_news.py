@@ -29,8 +29,25 @@ class Desk(CoordinatorDesk):
             at = roster.replicas.index(newcomer)
             heal = Heal(position=at, source=(at + 1) % len(roster.replicas), ranks=(0,))
             membership.heals.resume((heal,), roster, {"b": newcomer.formed}, ())
-            await self.news.failed("b", TOO_SLOW)
+            await self.news.failed("b", roster.generation, TOO_SLOW)
         await asyncio.sleep(0)  # the agents are told aside
+
+
+def test_what_is_told_of_an_earlier_roster_counts_for_nothing(tmp_path: Path) -> None:
+    """Whoever told it to a coordinator that is lost says so again, and may be in another heal."""
+    desk = Desk(tmp_path)
+
+    async def scene() -> None:
+        await desk.fail(1)
+        before = desk.membership.roster.generation - 1
+        await desk.news.failed("b", before, TOO_SLOW)
+        assert len(desk.happened(events.HealFailed)) == 1
+        await desk.news.caught_up("b", before, 80, 9.0, 1)
+        assert desk.membership.heals.behind
+        await desk.news.caught_up("b", before + 1, 80, 9.0, 1)
+        assert not desk.membership.heals.behind
+
+    asyncio.run(scene())
 
 
 def test_after_three_failures_the_newcomer_is_ended_and_its_machine_is_not_suspect(

@@ -36,12 +36,15 @@ class Worker:
         outbox: Any = SimpleNamespace(event=self.events.append, flush=lambda: None)
         coordinator: Any = self.coordinator
         self._disputes = Disputes(self.name, coordinator, outbox)
-        self._run: Any = SimpleNamespace(position=position, lead=position == 0, generation=7)
+        self._run: Any = SimpleNamespace(
+            position=position, lead=position == 0, generation=7, skips=()
+        )
 
     def compared(self, step: int, checksums: list[int | None], confirmed: bool = False) -> None:
         self._disputes.compared(self._run, step, checksums, confirmed)
 
-    def witnessed(self, step: int, digests: dict[int, int]) -> bool:
+    def witnessed(self, step: int, digests: dict[int, int], skips: tuple[Any, ...] = ()) -> bool:
+        self._run.skips = skips
         return self._disputes.witnessed(self._run, step, digests)
 
 
@@ -102,10 +105,11 @@ def test_who_has_no_state_yet_is_not_counted_among_those_that_are_compared(links
 def test_of_two_states_the_one_that_is_not_confirmed_leaves(
     links: Workers, confirmed: int, leaves: str | None
 ) -> None:
-    pair = links(2)
-    for link in pair:
-        link.compared(10, [5, 6])
-    assert [told(link) for link in pair] == [["undecided"], []], "one of them says so"
+    *pair, newcomer = links(3)
+    for link in (*pair, newcomer):
+        link.compared(10, [5, 6, None])
+    assert [told(link) for link in pair] == [["undecided"]] * 2, "either may die before its call"
+    assert told(newcomer) == []
     for link in pair:
         link.compared(5, [3, 3])
         link.coordinator.told.clear()
@@ -156,6 +160,15 @@ def test_a_lane_that_nobody_else_computed_confirms_nothing(links: Workers) -> No
         assert not link.witnessed(9, {0: 7, 1: 8})
         link.coordinator.told.clear()
     assert a.witnessed(9, {0: 7}) and b.witnessed(9, {0: 7})
+    assert told(a) == told(b) == []
+
+
+def test_with_other_samples_another_gradient_is_no_fault(links: Workers) -> None:
+    """Nobody had done the step again before the run went back, and passed over some."""
+    a, b = links(2)
+    for link in (a, b):
+        assert not link.witnessed(9, {0: 7, 1: 8})
+    assert all(link.witnessed(9, {0: 5, 1: 5}, skips=((3, 1),)) for link in (a, b))
     assert told(a) == told(b) == []
 
 

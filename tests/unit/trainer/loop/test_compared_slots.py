@@ -17,6 +17,7 @@ from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.loop.between_steps import BetweenSteps, shows_agreement
 from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.phases import Phase
 from trainer.replication.replicas import CrossGroup
 
 REPLICAS, SHARD, LANES, STEP = 2, 2, 2, 4
@@ -27,9 +28,13 @@ class Noting(QuietLink):
     """Keeps what comparisons showed: whether this worker's slot is equal, and whether all are."""
 
     told: list[tuple[bool, bool]] = field(default_factory=list)
+    phase: Phase | None = None
+
+    def at_step(self, step: int, phase: Phase) -> None:
+        self.phase = phase
 
     def compared(self, step: int, checksums: list[int | None], confirmed: bool) -> None:
-        assert step == STEP
+        assert step == STEP and self.phase == "reduce", "who waits there is not stuck"
         self.told.append((len({one for one in checksums if one is not None}) == 1, confirmed))
 
 
