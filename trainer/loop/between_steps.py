@@ -97,11 +97,12 @@ class BetweenSteps:
             return
         checksum = self.engine.state.checksum() if has_state else None
         # It waits for the others now, in a phase of which that is known. The clock's part stays.
-        self.link.at_step(step, "reduce")
+        self.link.at_step(step - 1, "reduce")
         checksums: list[int | None] = []
         with suppress(CrossGroupLost):
             checksums = self.cross.gather_numbers(checksum)
         confirmed = self.all_slots_agree(checksums)
+        self.link.at_step(step - 1, "after_commit")
         if checksums:
             self.link.compared(step, checksums, confirmed)
 

@@ -28,13 +28,15 @@ class Noting(QuietLink):
     """Keeps what comparisons showed: whether this worker's slot is equal, and whether all are."""
 
     told: list[tuple[bool, bool]] = field(default_factory=list)
-    phase: Phase | None = None
+    phases: list[Phase] = field(default_factory=list)
 
     def at_step(self, step: int, phase: Phase) -> None:
-        self.phase = phase
+        assert step == STEP - 1
+        self.phases.append(phase)
 
     def compared(self, step: int, checksums: list[int | None], confirmed: bool) -> None:
-        assert step == STEP and self.phase == "reduce", "who waits there is not stuck"
+        assert step == STEP
+        assert self.phases[-2:] == ["reduce", "after_commit"], "who waits there is not stuck"
         self.told.append((len({one for one in checksums if one is not None}) == 1, confirmed))
 
 
