@@ -102,9 +102,9 @@ class BetweenSteps:
         with suppress(CrossGroupLost):
             checksums = self.cross.gather_numbers(checksum)
         confirmed = self.all_slots_agree(checksums)
-        self.link.at_step(step - 1, "after_commit")
         if checksums:
-            self.link.compared(step, checksums, confirmed)
+            self.link.compared(step, checksums, confirmed)  # may wait for the coordinator
+        self.link.at_step(step - 1, "after_commit")
 
     def all_slots_agree(self, checksums: Sequence[int | None]) -> bool:
         """Whether the replicas agree in all of their slots. The first replica agrees on that, which
