@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from trainer.loop.draws import DrawnError, Draws
+from trainer.loop.draws import DrawnError, Draws, seed_generators
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def test_a_seed_is_refused_before_any_generator_has_it(gpus: tuple[torch.Generat
 
 def test_another_thread_seeds_the_gpus_meanwhile(gpus: tuple[torch.Generator, ...]) -> None:
     with ThreadPoolExecutor(1) as other, Draws(refused=True) as draws:
-        other.submit(torch.manual_seed, 5).result()
+        other.submit(seed_generators, 5, torch.device("cuda")).result()
         assert other.submit(lambda: torch.cuda.default_generators[0]).result() is gpus[0]
     assert not draws.asked and [gpu.initial_seed() for gpu in gpus] == [5, 5]
     assert type(torch.cuda.default_generators) is tuple and torch.cuda.default_generators == gpus
@@ -61,3 +62,22 @@ def test_a_stand_in_that_somebody_has_bound_refuses_in_such_blocks_and_nowhere_e
     with pytest.raises(DrawnError), later:
         bound.manual_seed(4)
     assert later.asked and torch.initial_seed() == 3
+
+
+def test_a_step_seeds_as_torch_does_without_a_look_at_the_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For kinds of devices that are not there torch formats the stack, from the files."""
+    looked: list[str] = []
+
+    def look(*_: object) -> list[str]:
+        looked.append("a stack")
+        return []
+
+    monkeypatch.setattr(traceback, "format_stack", look)
+    torch.manual_seed(7)
+    assert looked
+    looked.clear()
+    expected = torch.rand(3)
+    seed_generators(7, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), expected) and not looked
