@@ -465,6 +465,8 @@ class Coordinator(CoordinatorApi):
                 f"{standing.generation} of it: is that file damaged or gone? What the workers held "
                 f"is lost; run the same name again to go on from the newest checkpoint"
             )
+        elif standing.identity.worker not in self._workers.started:  # it was written off
+            self._dispatcher.turn_away(standing.identity.worker, standing.serial)
 
     @_when_known
     async def join(self, report: Report) -> Answer:
@@ -494,8 +496,20 @@ class Coordinator(CoordinatorApi):
         return await self._troubles.settle(worker, step, detail, cause, formed)
 
     @_when_known
-    async def fail(self, error: str, worker: str | None = None, cause: Cause | None = None) -> None:
-        if worker is None or worker in self._membership.members:
+    async def fail(
+        self,
+        error: str,
+        worker: str | None = None,
+        cause: Cause | None = None,
+        generation: int | None = None,
+    ) -> None:
+        membership = self._membership
+        given_up = generation is not None and (
+            generation != membership.roster.generation
+            or membership.progress.going_back
+            or self._retreat.under_way
+        )
+        if worker is None or (worker in membership.members and not given_up):
             await self._dispatcher.stop(error, cause)
 
     @_when_known

@@ -172,6 +172,7 @@ class Corruption:
         await self._dispatcher.until(lambda: progress.recorded >= step, _RECORDS_PATIENCE_S)
         if self._is_met(generation) or generation == self._disputed_in:
             return  # another slot has said so
+        self._disputed_in = generation
         if self._disputed is not None:
             # Or whoever starts the run again goes on from what is in doubt.
             await self._retreat.go_back(at_most=self.sound, reason=detail)
@@ -180,7 +181,7 @@ class Corruption:
                 f"since does not show which is wrong. With a third replica a majority does"
             )
             return
-        self._disputed, self._disputed_in = step, generation
+        self._disputed = step
         self._first, self._done = self._done, {}
         await self._retreat.go_back(at_most=self.sound, reason=detail)
 

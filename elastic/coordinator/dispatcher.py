@@ -80,11 +80,17 @@ class Dispatcher:
             bell: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             await self._bells.setdefault(worker, bell)
 
-    def turn_away(self, worker: str) -> None:
+    def turn_away(self, worker: str, seen: int = 0) -> None:
         """A worker was written off. Should it live, it must know: it is answered where it waits,
-        and called where it works, for nothing of its replica may break."""
+        and called where it works, for nothing of its replica may break.
+
+        Args:
+            worker: it.
+            seen: the last signal that it has heard, where it says so.
+        """
         self._answer(worker, Stop(error="this worker was written off; it is replaced"))
         calls = self._membership.calls
+        calls.heard(worker, seen)
         self._signals[worker] = calls.sign(worker, "fault", broken=True)
         calls.followed(worker)  # nobody waits for it
         self._ring(worker)

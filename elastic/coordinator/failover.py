@@ -115,8 +115,10 @@ class Failover:
         """Waits for the workers that lived when the last coordinator was lost; writes off those
         that do not speak up. Nothing is decided before the nodes have said what they hold: the run
         might go back further than it must."""
-        for worker in self._missing:
-            joined = self._replayed.workers[worker]
+        # Those just written off may live: the signal that was to end them may not have been sent.
+        joins = {**self._replayed.workers, **self._replayed.written_off}
+        for worker in (self._missing | self._replayed.written_off.keys()) - self._standings.keys():
+            joined = joins[worker]
             self._workers.watch(
                 Identity(
                     worker=worker,
@@ -181,17 +183,16 @@ class Failover:
             recorded=replayed.recorded,
             began=replayed.began,
             until=replayed.until,
+            lost=replayed.lost | (replayed.unheard - living),
         )
         if replayed.going_back is not None:
             self._membership.go_back(replayed.going_back)
             if self._snapshots is not None:
                 since = self._membership.progress.since
                 self._snapshots.went_back(replayed.going_back, since)
-        for worker in self._standings.keys() - living:
-            self._membership.lose(worker)  # it was written off before
-            self._workers.expel(worker)
-        for worker in self._missing & replayed.unheard:
-            self._missing.discard(worker)  # its loss is in the records
+        self._missing -= replayed.unheard  # their loss is in the records
+        gone = replayed.written_off.keys() | replayed.unheard | self._standings.keys()
+        for worker in gone - living:
             self._workers.expel(worker)
         self._workers.shun(replayed.shunned_nodes)
         self._workers.retire(replayed.draining & living, dismiss=False)

@@ -25,6 +25,8 @@ class Replay:
     """Those of them that were not lost, or are `unheard`."""
     lost: frozenset[str]
     """Those that were, and the others go on without them."""
+    written_off: Mapping[str, events.WorkerJoined]
+    """Those of them of which no roster has stood since."""
     unheard: frozenset[str]
     """Those that were written off with their nodes, and no roster stood since: it may be the
     coordinator that was cut off."""
@@ -79,7 +81,7 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
     """
     rosters = _all(happened, events.RegroupDone)
     newest = rosters[-1] if rosters else None
-    lost, unheard = _losses(happened)
+    lost, unheard, since = _losses(happened)
     joined = {e.worker: e for e in _all(happened, events.WorkerJoined)}
     drained = _all(happened, events.Draining)
     by_node = [e for e in drained if e.node is not None]
@@ -90,6 +92,7 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
         started=len(joined),
         workers={worker: e for worker, e in joined.items() if worker not in lost},
         lost=lost,
+        written_off={worker: joined[worker] for worker in since if worker in joined},
         unheard=unheard,
         draining=_workers(by_node) - lost,
         leaving=_workers(by_themselves) - lost,
@@ -113,9 +116,12 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
     )
 
 
-def _losses(happened: Sequence[events.Event]) -> tuple[frozenset[str], frozenset[str]]:
-    """See `Replay.lost` and `Replay.unheard`. Who was unheard and spoke up has joined once more."""
-    lost, unheard = set[str](), set[str]()
+def _losses(
+    happened: Sequence[events.Event],
+) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """See `Replay.lost`, `Replay.unheard` and `Replay.written_off`. Who was unheard and spoke up
+    has joined once more."""
+    lost, unheard, before = set[str](), set[str](), set[str]()
     for event in happened:
         if isinstance(event, events.WorkerLost):
             # Whose machine was to go may have left, and has no slot then.
@@ -126,7 +132,8 @@ def _losses(happened: Sequence[events.Event]) -> tuple[frozenset[str], frozenset
         elif isinstance(event, events.RegroupDone):
             lost |= unheard
             unheard.clear()
-    return frozenset(lost), frozenset(unheard - lost)
+            before = lost.copy()
+    return frozenset(lost), frozenset(unheard - lost), frozenset(lost - before)
 
 
 def replacements_begun(happened: Sequence[events.Event]) -> list[float]:

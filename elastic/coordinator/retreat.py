@@ -51,6 +51,8 @@ class Retreat:
     ) -> None:
         self._config, self._membership, self._dispatcher = config, membership, dispatcher
         self._records, self._receipts, self._snapshots = records, receipts, snapshots
+        self._going = 0
+        """How many of those who said so wait for it."""
 
     async def go_back(self, *, at_most: int, reason: str, skip: Skip | None = None) -> None:
         """Takes everybody back to the newest checkpoint of step `at_most` or before; without one,
@@ -64,6 +66,18 @@ class Retreat:
             reason: in words.
             skip: samples that are not taken again.
         """
+        self._going += 1
+        try:
+            await self._go_back(at_most, reason, skip)
+        finally:
+            self._going -= 1
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the run is about to go back: what is done meanwhile will be given up."""
+        return self._going > 0
+
+    async def _go_back(self, at_most: int, reason: str, skip: Skip | None) -> None:
         try:
             step, damaged = await asyncio.to_thread(self._find, at_most)
         except CheckpointError as error:

@@ -93,6 +93,8 @@ class RunLog:
         """Generation of the roster that workers are called for, until they have come."""
         self._came = 0.0
         """When the last of them came, in seconds since the epoch."""
+        self._decided = False
+        """`EndDecided` is written."""
         self._over = False
         """`RunEnded` is written: nothing follows it in this start of the run."""
         self._told = deque[tuple[str, float]](maxlen=_MOST_TOLD)
@@ -115,8 +117,8 @@ class RunLog:
         """Notes that the run has begun, or, where this start of it has `happened` so far, that its
         coordinator has anew. Where it has ended, nothing is written any more."""
         for event in happened:
-            if isinstance(event, events.RunEnded):
-                self._over = True
+            if isinstance(event, events.EndDecided | events.RunEnded):
+                self._decided, self._over = True, isinstance(event, events.RunEnded)
                 self._membership.stopped = Stop(error=event.error, cause=event.cause)
         self._told.extend((event.kind, event.time) for event in happened)
         anew = bool(happened)
@@ -237,6 +239,9 @@ class RunLog:
         if effects.short_of and effects.short_of != self._short_of:
             self.note(_below_minimum(now, membership, effects.short_of))
         self._short_of = effects.short_of
+        if membership.stopped is not None and not self._decided:
+            self._decided, stop = True, membership.stopped
+            self.note(events.EndDecided(time=now, error=stop.error, cause=stop.cause))
 
     def _note_gathered(self, effects: Effects) -> None:
         """Once for a call. Not all who were called need to have come: no roster waits for those

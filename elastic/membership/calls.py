@@ -20,6 +20,10 @@ class Calls:
         """Goes on with the numbers that the workers have heard."""
         self._serials = {standing.identity.worker: standing.serial for standing in standings}
 
+    def heard(self, worker: str, serial: int) -> None:
+        """A worker has heard its signals up to `serial`, of a coordinator that was lost since."""
+        self._serials[worker] = max(serial, self._serials.get(worker, 0))
+
     def sign(self, worker: str, kind: SignalKind, *, broken: bool) -> Signal:
         """The next signal to `worker`, which counts as called from now on."""
         serial = self._serials[worker] = self._serials.get(worker, 0) + 1

@@ -17,7 +17,7 @@ successor meanwhile (`repairs.py`). How a regroup ends is in `conclusion.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Literal
 
 from elastic.membership.calls import Calls
@@ -211,6 +211,7 @@ class Membership:
         recorded: int,
         began: int,
         until: int | None = None,
+        lost: Set[str] = frozenset(),
     ) -> None:
         """Takes up a run whose coordinator was lost, from what its workers know.
 
@@ -225,7 +226,9 @@ class Membership:
             recorded: steps that the run's records hold.
             began: step that the newest roster in the records began at.
             until: steps at which it ends as it was asked to, if its workers know that already.
+            lost: workers that were written off, by the records. One that lives is no member.
         """
+        self._lost.update(lost)
         self.until = self.config.steps if until is None else until
         self.members.update({s.identity.worker: s.identity for s in standings})
         self.calls.resume(standings)

@@ -67,9 +67,16 @@ class WorkerCalls(Protocol):
             "peer": join again; "own": the worker is written off and must exit.
         """
 
-    async def fail(self, error: str, worker: str | None = None, cause: Cause | None = None) -> None:
+    async def fail(
+        self,
+        error: str,
+        worker: str | None = None,
+        cause: Cause | None = None,
+        generation: int | None = None,
+    ) -> None:
         """Ends the run with an error; see `Stop` for `cause`. What `worker` says does not count
-        where it was written off."""
+        where it was written off, nor what it met in roster `generation` once that is given up, or
+        the run is going back."""
 
     async def record(self, steps: list[StepRecord], happened: list[Event]) -> Recorded:
         """Committed steps from the lead worker, events from any; steps known already are passed

@@ -620,6 +620,17 @@ class LedgerChecked(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EndDecided(Event):
+    """The run is over: its workers are told so. What becomes of it until they have left, another
+    coordinator must know."""
+
+    error: str | None
+    """The error that ends it, if one does."""
+    cause: Cause | None = None
+    """As in `RunEnded`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
     """The run came to its end, good or bad."""
 

@@ -129,10 +129,11 @@ class CoordinatorLink:
         worker = self._identity.worker
         self._tell(lambda: self._coordinator.send(CoordinatorApi.built, worker, formed))
 
-    def fail(self, error: str, cause: Cause | None = None) -> None:
-        """Ends the whole run; see `Stop` for `cause`."""
+    def fail(self, error: str, cause: Cause, generation: int | None) -> None:
+        """Ends the whole run, for what came in roster `generation`; see `CoordinatorApi.fail`."""
         self.outbox.flush()
-        self._coordinator.call(CoordinatorApi.fail, error, self._identity.worker, cause)
+        worker = self._identity.worker
+        self._coordinator.call(CoordinatorApi.fail, error, worker, cause, generation)
 
     def terminating(self) -> None:
         """This process was sent SIGTERM: it will be killed soon."""

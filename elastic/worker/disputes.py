@@ -106,11 +106,11 @@ class Disputes:
             self._leave(run, f"{_WRONG} {step}: {mine:x} of {shown}", spread=False)
         if not found.decided:
             if again and run.position == positions[0]:
-                self._end_run(step, positions, shown)
+                self._end_run(run, step, positions, shown)
             self._gradients = step, run.skips, mine
         return False
 
-    def _end_run(self, step: int, positions: Sequence[int], shown: str) -> None:
+    def _end_run(self, run: Run, step: int, positions: Sequence[int], shown: str) -> None:
         error = (
             f"the replicas at positions {positions} of the roster compute other gradients of one "
             f"lane in step {step}, twice: {shown}. With a third replica a majority shows which is "
@@ -118,7 +118,7 @@ class Disputes:
             f"index that is read again, or the model draws from another generator than torch's"
         )
         self._outbox.flush()
-        self._coordinator.call(CoordinatorApi.fail, error, self._worker)
+        self._coordinator.call(CoordinatorApi.fail, error, self._worker, None, run.generation)
 
     def _leave(self, run: Run, detail: str, *, spread: bool) -> NoReturn:
         self._outbox.flush()

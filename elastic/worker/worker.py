@@ -226,7 +226,9 @@ class Worker:
             else:
                 self.train(answer)
         except (CompileError, NonFiniteError) as error:
-            self.link.fail(str(error), USER_ERROR)  # all workers would come to the same
+            # All workers would come to the same.
+            generation = answer.generation if isinstance(answer, Run) else None
+            self.link.fail(str(error), USER_ERROR, generation)
         except BaseException as error:  # SystemExit, too, and what is no Exception of a library
             return describe(error), _CAUSES[origin_of(error)]
         return None

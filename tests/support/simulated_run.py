@@ -429,12 +429,11 @@ class World:
             formations=self._lost_tail.choice([recorded, before.formations.begun]),
             recorded=before.progress.recorded,
             began=before.progress.began,
+            lost=self.lost,
         )
         if before.progress.going_back:
             self.membership.go_back(before.progress.restore_step)
             self._set_snapshot(self.snapshot)
-        for name in self.lost:
-            self.membership.lose(name)
         for name in self.drained - self.lost:
             self.membership.drain(name, dismiss=name in self.going)
         for worker in alive:

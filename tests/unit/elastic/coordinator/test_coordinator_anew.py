@@ -33,8 +33,9 @@ from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.retreat import Retreat
 from elastic.protocol import events
+from elastic.protocol.causes import HANG, USER_ERROR
 from elastic.protocol.coordinator_api import UnheardError
-from elastic.protocol.messages import Build, Identity, Report, Standing, Stop
+from elastic.protocol.messages import Build, Identity, Report, Signal, Standing, Stop
 from elastic.protocol.run_identity import RunIdentity, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog, read_events
@@ -166,6 +167,80 @@ def test_a_checkpoint_that_was_cut_off_is_still_wanted(
     coordinator = Coordinator(config)
     assert coordinator._save_wish.wanted() == wanted
     asyncio.run(coordinator.end("finished", None))
+
+
+def test_one_that_was_written_off_and_speaks_late_is_called_away(
+    config: CoordinatorConfig,
+) -> None:
+    """It waits for a call later than those of the coordinator that was lost."""
+    lost = events.WorkerLost(
+        time=3.0, worker="a", node="A", pid=1, slot=None, cause=HANG, detail="it stood still"
+    )
+    write(config, config.started, BEGUN, lost)
+
+    async def hear() -> Signal | None:
+        coordinator = Coordinator(config)
+        await coordinator.known()
+        identity = Identity(worker="a", rank=0, node="A", pid=1)
+        await coordinator.resume(Standing(identity=identity, formed=1, generation=1, serial=3))
+        signal = await asyncio.wait_for(coordinator.watch("a", 3), 10.0)
+        await coordinator.end("interrupted", None)
+        return signal
+
+    signal = asyncio.run(hear())
+    assert signal is not None and (signal.serial, signal.kind) == (4, "fault")
+
+
+def test_what_fails_in_steps_that_are_given_up_does_not_end_the_run(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that are not finite are what it goes back for."""
+    monkeypatch.setattr(actor, "started_anew", lambda: False)
+    found = threading.Event()
+    monkeypatch.setattr(Retreat, "_find", lambda *_: (found.wait(10.0), (0, []))[1])
+
+    async def scene() -> list[Stop | None]:
+        coordinator = Coordinator(config)
+        coordinator._membership.members["a"] = Identity(worker="a", rank=0, node="A", pid=1)
+        told = list[Stop | None]()
+
+        async def fail(generation: int | None) -> None:
+            await coordinator.fail("not finite", "a", USER_ERROR, generation)
+            told.append(await coordinator.verdict())
+
+        going = asyncio.create_task(coordinator._retreat.go_back(at_most=0, reason="a spike"))
+        await asyncio.sleep(0)
+        await fail(0)
+        found.set()
+        await going
+        await fail(0)  # no roster has stood since
+        coordinator._membership.progress.begin(0, back=True)
+        await fail(7)
+        await fail(0)
+        await coordinator.end("failed", "not finite")
+        return told
+
+    *ignored, stop = asyncio.run(scene())
+    assert ignored == [None] * 3
+    assert stop == Stop(error="not finite", cause=USER_ERROR)
+
+
+def test_an_end_that_workers_were_told_of_is_the_end(config: CoordinatorConfig) -> None:
+    """They have left: whoever was seated in their place would begin with fresh budgets."""
+    decided = events.EndDecided(time=4.0, error="3 hangs", cause=HANG)
+    write(config, config.started, BEGUN, decided, steps=4)
+
+    async def ask() -> Stop | None:
+        coordinator = Coordinator(config)
+        stop = await coordinator.verdict()
+        await coordinator.end("failed", "3 hangs")
+        return stop
+
+    assert asyncio.run(ask()) == Stop(error="3 hangs", cause=HANG)
+    *_, ended = happened = read_events(config.paths.events)
+    assert isinstance(ended, events.RunEnded)
+    assert (ended.error, ended.cause, ended.step) == ("3 hangs", HANG, 4)
+    assert kinds(happened).count("end_decided") == 1
 
 
 def test_one_whose_records_are_gone_ends_what_it_does_not_know(config: CoordinatorConfig) -> None:

@@ -27,7 +27,16 @@ from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH, NODE
-from elastic.protocol.messages import Build, Death, Identity, Report, Run, Standing
+from elastic.protocol.messages import (
+    Answer,
+    Build,
+    Death,
+    Identity,
+    Report,
+    Run,
+    Standing,
+    Stop,
+)
 from elastic.protocol.run_identity import RunIdentity
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import read_events
@@ -47,6 +56,9 @@ GROUPS = GroupConfig(
 )
 SPARE = Identity(worker="spare", rank=1, node="n", pid=2)
 WRITTEN_OFF = Identity(worker="written-off", rank=0, node="n", pid=3)
+OF_WRITTEN_OFF = events.WorkerJoined(
+    time=0.0, worker=WRITTEN_OFF.worker, node=WRITTEN_OFF.node, pid=WRITTEN_OFF.pid, born_ticks=1
+)
 
 
 class Unwatched(Workers):
@@ -93,6 +105,7 @@ def replayed(
     draining: frozenset[str] = frozenset(),
     unheard: frozenset[str] = frozenset(),
     others: Sequence[str] = (),
+    written_off: dict[str, events.WorkerJoined] | None = None,
 ) -> Replay:
     """The only replica's worker is lost, a spare lives, and `others`, each on a node of its own;
     nothing was saved to the store."""
@@ -105,6 +118,7 @@ def replayed(
         started=2,
         workers=living,
         lost=frozenset({WRITTEN_OFF.worker}) - unheard,
+        written_off=written_off or {},
         unheard=unheard,
         draining=draining,
         leaving=frozenset(),
@@ -180,9 +194,10 @@ class Desk:
         others: Sequence[str] = (),
         silent_s: float = 60.0,
         locked_s: float = 60.0,
+        written_off: dict[str, events.WorkerJoined] | None = None,
     ) -> Failover:
         return Failover(
-            replayed(draining, unheard, others),
+            replayed(draining, unheard, others, written_off),
             self.membership,
             self.dispatcher,
             self.workers,
@@ -239,6 +254,25 @@ def test_one_that_was_written_off_may_die_before_it_is_ended(tmp_path: Path) -> 
     assert desk.membership.stopped is None and desk.agents.killed == [WRITTEN_OFF.worker]
     happened = read_events(desk.paths.events)
     assert not any(isinstance(e, events.WorkerLost) for e in happened), "it is lost once"
+    desk.records.end("interrupted", None).result()
+
+
+async def end_one_that_is_silent(desk: Desk) -> Answer:
+    work = desk.failover(written_off={WRITTEN_OFF.worker: OF_WRITTEN_OFF})
+    await work.hear(Standing(identity=SPARE))
+    await desk.dispatcher.ready.wait()
+    while not desk.agents.killed:
+        await asyncio.sleep(0)
+    return await desk.dispatcher.join(Report(identity=WRITTEN_OFF, built=1))
+
+
+def test_one_that_was_written_off_and_lives_is_ended_and_no_member(tmp_path: Path) -> None:
+    """The coordinator before may have died before it sent the signal. It speaks late, or never."""
+    desk = Desk(tmp_path)
+    answer = asyncio.run(end_one_that_is_silent(desk))
+    assert isinstance(answer, Stop) and "written off" in str(answer.error)
+    assert desk.agents.killed == [WRITTEN_OFF.worker]
+    assert desk.workers.started.keys() == desk.membership.members.keys() == {SPARE.worker}
     desk.records.end("interrupted", None).result()
 
 

@@ -110,6 +110,8 @@ def test_whom_a_coordinator_did_not_hear_is_lost_when_others_go_on_without(
     losses = [lost("b"), lost("c", NODE), lost("d", NODE)]
     known = replay_of(write(tmp_path, [*happened, *losses, *since], []), 0)
     assert known.lost == is_lost and known.unheard == unheard
+    stood = any(isinstance(event, events.RegroupDone) for event in since)
+    assert known.written_off.keys() == (set() if stood else is_lost), "they may live yet"
     assert known.workers.keys() == set("abcd") - is_lost
 
 
