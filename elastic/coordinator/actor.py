@@ -624,8 +624,8 @@ class Coordinator(CoordinatorApi):
         return self._snapshots.find(step)
 
     @_when_known
-    async def snapshot_failed(self, step: int, reason: str) -> None:
-        await self._snapshots.failed(step, reason)
+    async def snapshot_failed(self, step: int, generation: int, reason: str) -> None:
+        await self._snapshots.failed(step, generation, reason)
 
     # -- machines ----------------------------------------------------------------------------------
 

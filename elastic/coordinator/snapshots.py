@@ -180,15 +180,18 @@ class Snapshots:
             },
         )
 
-    async def failed(self, step: int, reason: str) -> None:
-        """A worker could not read the snapshot of `step`: from now on it does not count."""
-        self._note(events.SnapshotFailed(time=time.time(), step=step, reason=reason))
+    async def failed(self, step: int, generation: int, reason: str) -> None:
+        """A worker of the roster of `generation` could not read the snapshot of `step`: from now on
+        it does not count. Several may say so, and it is one event. Nothing follows of what an
+        earlier roster's worker says late: by now the run may have taken that step's anew."""
         whole = self._index.whole
-        if whole is not None and whole.step == step:
-            self._index.forget()
-            self._update()
-            generation = whole.manifest.generation
-            await self._on_all(self._nodes, SnapshotHolder.sweep, step, generation, None)
+        if generation != self._progress.generation or whole is None or whole.step != step:
+            return
+        self._note(events.SnapshotFailed(time=time.time(), step=step, reason=reason))
+        self._index.forget()
+        self._update()
+        taken_in = whole.manifest.generation
+        await self._on_all(self._nodes, SnapshotHolder.sweep, step, taken_in, None)
 
     def went_back(self, step: int, generation: int) -> None:
         """See `SnapshotIndex.went_back`."""

@@ -160,8 +160,8 @@ class SaveCalls(Protocol):
     async def snapshot(self, step: int) -> HeldSnapshot | None:
         """Where the snapshot of `step` lies; None where it is not to be had any more."""
 
-    async def snapshot_failed(self, step: int, reason: str) -> None:
-        """A worker could not read the snapshot of `step`."""
+    async def snapshot_failed(self, step: int, generation: int, reason: str) -> None:
+        """A worker of a roster cannot read the snapshot of `step`."""
 
 
 class NodeCalls(Protocol):

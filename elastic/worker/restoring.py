@@ -95,6 +95,6 @@ def _tell(job: Job, run: Run, worker: str, error: CheckpointError) -> None:
     """Returns when the coordinator goes by it, so that the next roster is given another state."""
     coordinator = job.coordinator
     if run.source == "memory":
-        coordinator.call(CoordinatorApi.snapshot_failed, run.step, str(error))
+        coordinator.call(CoordinatorApi.snapshot_failed, run.step, run.generation, str(error))
     else:
         coordinator.call(CoordinatorApi.checkpoint_failed, worker, run.step, run.generation, error)

@@ -141,6 +141,40 @@ def test_a_late_word_of_a_void_snapshot_costs_no_other(tmp_path: Path) -> None:
     assert (len(happened), asked) == (1, ["sweep"])
 
 
+def test_a_late_word_of_an_unreadable_snapshot_costs_not_the_one_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run went back beyond it, and is at that step once more. What the present roster's workers
+    say counts, however many say it and repeat it."""
+    monkeypatch.setattr("elastic.node.snapshot_holder.announce", lambda *_: None)
+    happened: list[events.Event] = []
+    paths, generation = RunPaths(root=tmp_path), 4
+    start: Any = partial(InThisProcess, paths.memory)
+    try:
+        store = open_memory(paths.memory, "a")
+        write_state(store, {"w": torch.ones(2)}, step=STEP, generation=generation)
+        manifest = load_manifest(store, KEYS, STEP)
+        places = dict.fromkeys(manifest.segments, frozenset({"a"}))
+        progress = Progress(generation=generation)
+        known = Snapshots(
+            paths,
+            progress,
+            start,
+            happened.append,
+            versions={},
+            found=Snapshot(manifest=manifest, places=places),
+            timeout_s=1.0,
+        )
+        asyncio.run(known.failed(STEP, generation - 1, "its CRC32 differed twice"))
+        assert progress.snapshot_step == STEP and store.list("") and not happened
+        for _ in range(3):
+            asyncio.run(known.failed(STEP, generation, "its CRC32 differed twice"))
+        assert progress.snapshot_step == 0 and not store.list("")
+        assert [type(event) for event in happened] == [events.SnapshotFailed]
+    finally:
+        clear_memory(paths.memory)
+
+
 def test_a_skipped_snapshot_takes_no_part_of_the_one_before_for_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
