@@ -49,7 +49,14 @@ class Arrivals:
         """When the first replicas begin without those that have not come."""
 
     async def hello(self, identity: Identity, *, joins: bool = True) -> None:
-        """A worker has started, and `joins` soon."""
+        """A worker has started, and `joins` soon; or it is watched already, and in no record yet.
+
+        Of a hello that comes once more nothing follows, for its answer may be lost, and it may come
+        late. Who was written off since, and lives, is told so where it joins.
+        """
+        repeated = joins and self._workers.started.get(identity.worker) == identity
+        if repeated or identity.worker in self._membership.lost:
+            return
         self.hellos += 1
         self._records.note(
             events.WorkerJoined(

@@ -83,7 +83,8 @@ class Membership:
         self.places = Places(self.waiting.keys(), self.members, config.dims.tensor)
         self.formations = Formations(config, progress, self.places, self.waiting, self.members)
         self._meet = meet
-        self._lost: set[str] = set()
+        self.lost: set[str] = set()
+        """Workers that were written off."""
         self._torn: set[str] = set()
         """See `Resumption`."""
         self._told = 0
@@ -138,7 +139,7 @@ class Membership:
         """What a worker is told that cannot wait here: one that was written off but lives, or whose
         join outlived it; and one that others wait for in a replica that is no more."""
         worker = report.identity.worker
-        if worker in self._lost:
+        if worker in self.lost:
             return Stop(error="this worker was written off; it is replaced")
         if worker in self._torn and report.built:
             return Leave()
@@ -150,8 +151,8 @@ class Membership:
         self.waiting.pop(worker, None)
         self._refused.pop(worker, None)
         self._dismissed.discard(worker)
-        if worker not in self._lost:
-            self._lost.add(worker)
+        if worker not in self.lost:
+            self.lost.add(worker)
             self._broke_off |= worker in self.roster.followers
             self.formations.lose(worker)
             self.progress.lost()

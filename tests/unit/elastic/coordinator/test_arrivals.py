@@ -13,7 +13,7 @@ from elastic.coordinator import arrivals as module
 from elastic.coordinator.arrivals import Arrivals
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH
-from elastic.protocol.messages import Identity
+from elastic.protocol.messages import Answer, Identity, Report, Stop
 from tests.support.coordinator_desk import CoordinatorDesk
 
 PATIENCE_S = 0.05
@@ -58,6 +58,31 @@ def test_one_that_does_not_join_is_ended(desk: CoordinatorDesk) -> None:
     assert desk.agents.killed == ["hangs"]
     lost = {event.worker: event.cause for event in desk.happened(events.WorkerLost)}
     assert lost == {"hangs": "hang", "is lost": "crash"}
+
+
+def test_a_hello_that_comes_once_more_changes_nothing(desk: CoordinatorDesk) -> None:
+    """Its answer was lost. Late, it may find its worker at work, or written off: nobody waits for
+    the one, and the other is not lost anew."""
+
+    async def run() -> Answer:
+        arrivals = arrivals_of(desk)
+        await arrivals.hello(newcomer("works"))
+        await arrivals.joined("works")
+        await arrivals.hello(newcomer("works"))
+        await arrivals.hello(newcomer("hangs"))
+        while not desk.agents.killed:
+            await asyncio.sleep(PATIENCE_S)
+        await arrivals.hello(newcomer("hangs"))
+        assert arrivals.hellos == 2
+        answer = await desk.dispatcher.join(Report(identity=newcomer("hangs")))
+        await desk.workers.lose("hangs", CRASH, "its process ended")
+        return answer
+
+    answer = asyncio.run(asyncio.wait_for(run(), 30))
+    assert isinstance(answer, Stop) and "written off" in str(answer.error)
+    assert desk.agents.killed == ["hangs"]
+    assert [event.worker for event in desk.happened(events.WorkerJoined)] == ["works", "hangs"]
+    assert [event.worker for event in desk.happened(events.WorkerLost)] == ["hangs"]
 
 
 def test_the_start_waits_for_those_who_have_started(
