@@ -67,7 +67,7 @@ class HealNews:
 
     async def failed(self, worker: str, generation: int, reason: str) -> None:
         """A newcomer's worker did not get the state: another source, or, in the end, another
-        newcomer. Of an earlier roster's heal nothing follows."""
+        newcomer. Of an earlier roster's heal nothing follows, nor of what is said once more."""
         membership = self._membership
         if generation != membership.roster.generation:
             return

@@ -26,6 +26,8 @@ class Heals:
         self._sources: dict[int, int] = {}
         """Formation without state when the roster began -> number of the replica it heals from."""
         self._failures: dict[int, int] = {}
+        self._told: set[str] = set()
+        """Those that have told of the failure of their heal in this roster."""
 
     def begin(self, roster: Roster, newcomers: Sequence[Replica], holders: Container[str]) -> None:
         """A roster stands: those of the `newcomers`' workers that are no `holders` of the state get
@@ -56,6 +58,7 @@ class Heals:
 
     def _set(self, plan: tuple[Heal, ...], roster: Roster, behind: dict[int, set[str]]) -> None:
         self.plan, self.again, self._behind = plan, False, behind
+        self._told.clear()
         self._formations = {w: formed for formed, workers in behind.items() for w in workers}
         replicas = roster.replicas
         self._sources = {replicas[h.position].formed: replicas[h.source].index for h in plan}
@@ -75,10 +78,11 @@ class Heals:
 
     def failed(self, worker: str) -> int:
         """A newcomer's worker did not get the state. Returns how often that has happened to its
-        replica."""
+        replica; 0 where the worker has said so before, or has nothing to get."""
         formed = self._formations.get(worker)
-        if formed is None:
+        if formed is None or worker in self._told:
             return 0
+        self._told.add(worker)
         if not self.again:
             self._failures[formed] = self._failures.get(formed, 0) + 1
         self.again = True

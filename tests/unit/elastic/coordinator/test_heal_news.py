@@ -50,6 +50,20 @@ def test_what_is_told_of_an_earlier_roster_counts_for_nothing(tmp_path: Path) ->
     asyncio.run(scene())
 
 
+def test_a_failure_that_is_told_once_more_is_written_down_once(tmp_path: Path) -> None:
+    """Ray brings a call once more where it does not know that it came. The next heal's counts."""
+    desk = Desk(tmp_path)
+
+    async def scene() -> None:
+        await desk.fail(1)
+        await desk.news.failed("b", desk.membership.roster.generation, TOO_SLOW)
+        assert len(desk.happened(events.HealFailed)) == 1
+        await desk.fail(1)
+        assert len(desk.happened(events.HealFailed)) == 2
+
+    asyncio.run(scene())
+
+
 def test_after_three_failures_the_newcomer_is_ended_and_its_machine_is_not_suspect(
     tmp_path: Path,
 ) -> None:
