@@ -95,7 +95,9 @@ class Workers:
     async def until_watched(self, worker: str) -> None:
         """Waits until the agent of its node watches `worker`, where it has one."""
         if worker in self._watches:
-            await self._watches.pop(worker)
+            # A join that comes once more waits, too; one that is given up does not end the watch.
+            await asyncio.shield(self._watches[worker])
+            self._watches.pop(worker, None)
 
     # -- machines that go --------------------------------------------------------------------------
 

@@ -1,0 +1,77 @@
+"""No worker joins unwatched, however often its join comes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import RayError
+
+from elastic.coordinator import workers as module
+from elastic.coordinator.workers import Workers
+from elastic.protocol.messages import Identity
+from elastic.protocol.rpc import Remote
+from tests.support.coordinator_desk import Agents, CoordinatorDesk
+
+PATIENCE_S = 30.0
+
+
+class OneAgent(Agents):
+    """Is there already, and watches a worker when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def listen(self) -> None:
+        await asyncio.Event().wait()
+
+    def start(self, node: str, coordinator: Any) -> None: ...
+
+    async def watch(self, identity: Identity) -> None:
+        await self.answer
+
+
+@pytest.fixture
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workers:
+    monkeypatch.setattr(module, "own_handle", lambda: Remote(None))
+    return CoordinatorDesk(tmp_path).workers
+
+
+def start(workers: Workers) -> OneAgent:
+    agent = OneAgent()
+    stand_in: Any = agent
+    workers._agents = stand_in
+    workers.watch(Identity(worker="new", rank=3, node="N", pid=7))
+    return agent
+
+
+def test_a_join_that_comes_once_more_waits_as_the_first_does(workers: Workers) -> None:
+    """So it does where the first is given up meanwhile."""
+
+    async def run() -> None:
+        agent = start(workers)
+        first, second = (asyncio.create_task(workers.until_watched("new")) for _ in range(2))
+        await asyncio.sleep(0)
+        assert not first.done() and not second.done()
+        first.cancel()
+        await asyncio.wait([first], timeout=PATIENCE_S)
+        third = asyncio.create_task(workers.until_watched("new"))
+        await asyncio.sleep(0)
+        assert not second.done() and not third.done()
+        agent.answer.set_result(None)
+        await asyncio.wait_for(asyncio.gather(second, third), PATIENCE_S)
+
+    asyncio.run(run())
+
+
+def test_no_join_passes_where_the_watch_has_failed(workers: Workers) -> None:
+    async def run() -> None:
+        start(workers).answer.set_exception(RayError("the agent is gone"))
+        for _ in range(2):
+            with pytest.raises(RayError):
+                await asyncio.wait_for(workers.until_watched("new"), PATIENCE_S)
+
+    asyncio.run(run())
