@@ -243,7 +243,10 @@ def draw_schedule(
     rng = random.Random(f"features {seed}")
     if layouts is None:
         schedule = _lay_anew(rng, schedule)
-    return replace(schedule, features=draw_features(rng, schedule.layout))
+    features = draw_features(rng, schedule.layout)
+    if schedule.evaluation_s:  # to write a profile takes longer than `SLOW_HEALTH` puts up with
+        features = replace(features, profile=None)
+    return replace(schedule, features=features)
 
 
 def _draw_plain(rng: random.Random, seed: int, layouts: Sequence[Layout], resize: bool) -> Schedule:

@@ -229,7 +229,7 @@ class Membership:
             until: steps at which it ends as it was asked to, if its workers know that already.
             lost: workers that were written off, by the records. One that lives is no member.
         """
-        self._lost.update(lost)
+        self.lost.update(lost)
         self.until = self.config.steps if until is None else until
         self.members.update({s.identity.worker: s.identity for s in standings})
         self.calls.resume(standings)
