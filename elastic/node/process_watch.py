@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +44,8 @@ _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
 _PATIENT = _WAITING | frozenset(map(PHASES.index, ("wait", "shutdown")))
 """And in which it has done its part, and waits for what follows."""
 _STEP = frozenset(map(PHASES.index, STEP_PHASES))
+_COMPUTING = frozenset(map(PHASES.index, ("data", "forward", "backward")))
+"""And those that a worker without lanes, as a newcomer is, passes over."""
 _EVALUATION, _CHECKPOINT = PHASES.index("evaluation"), PHASES.index("checkpoint")
 """An evaluation is entered with each batch."""
 
@@ -82,8 +85,10 @@ class _Process:
     history: History | None = None
     reported: bool = False
     """Its death was reported already, before the process came to its end."""
-    first_step: int | None = None
-    """The first step that it was seen in."""
+    first_step: float = inf
+    """The first step that it was seen in, since the run went back last."""
+    first_computed: float = inf
+    """The same of a step in which it computed."""
     seen: Record | None = None
     """Its heartbeat, as it was sampled last."""
     starved_s: float = 0.0
@@ -100,10 +105,12 @@ class _Process:
         before, self.seen = self.seen, record
         if before is not None and before.serial == record.serial:
             return
-        if record.phase in _STEP and self.first_step is None:
-            self.first_step = record.step
-            if record.serial >= _SETTLED:
-                self.first_step -= _FIRST_STEPS
+        if record.phase in _STEP:
+            settled = before is None and record.serial >= _SETTLED
+            step = record.step - _FIRST_STEPS * settled
+            self.first_step = min(self.first_step, step)
+            if settled or record.phase in _COMPUTING:
+                self.first_computed = min(self.first_computed, step)
         if before is not None and before.left == record.left:
             self._went_on(before, self._awake_s(before, record.phase_s))
         self.starved_s = read_starved_s(self.pid, record.thread)
@@ -144,8 +151,9 @@ class _Process:
         """Whether what it does then tells how long that takes, and may be told to take too long."""
         if record.phase == _EVALUATION:
             return self.batches >= _FIRST_BATCHES
-        first = self.first_step
-        return record.phase in _STEP and first is not None and record.step >= first + _FIRST_STEPS
+        # A newcomer waits as the others do; what its first lanes take, nothing has shown yet.
+        first = self.first_step if record.phase in _WAITING else self.first_computed
+        return record.phase in _STEP and record.step >= first + _FIRST_STEPS
 
     def _awake_s(self, record: Record, until_s: float) -> float:
         """How long it was in a phase, without the time in which it had no core."""

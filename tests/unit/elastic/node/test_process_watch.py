@@ -326,6 +326,39 @@ heartbeat.mark(7, forward)
     assert 1.0 < now.longest_s < 1.9
 
 
+def test_a_newcomer_has_its_first_steps_before_it_when_it_is_given_lanes(start: Start) -> None:
+    """Without them it passes the rest of many steps: its data is opened, and its kernels are
+    loaded, in the first that it computes in. That it waits for others is known before."""
+    steps = """
+for step in range(5, 40):
+    for phase in ("reduce", "before_commit", "in_commit", "after_commit"):
+        heartbeat.mark(step, PHASES.index(phase))
+    time.sleep(0.2 * (step == 5))
+heartbeat.mark({step}, PHASES.index("{phase}")); time.sleep(0.5)
+"""
+    found = {}
+    for step, phase in [(40, "reduce"), (40, "before_commit"), (40, "forward")]:
+        process, fd = start(step_by_step(steps.format(step=step, phase=phase)))
+        watch = ProcessWatch(DEADLINE_S)
+        watch.watch("w0", process.pid, fd)
+        found[phase] = place_after(watch, process).bound
+    assert found == {"reduce": "pace", "before_commit": "shared", "forward": "shared"}
+
+
+def test_first_steps_count_from_where_the_run_goes_back_to(start: Start) -> None:
+    watch = ProcessWatch(DEADLINE_S)
+    steps = """
+heartbeat.mark(900, forward); time.sleep(0.3)
+heartbeat.leave()
+heartbeat.mark(500, forward); time.sleep(0.3)
+heartbeat.mark(502, {phase})
+"""
+    for phase in ("forward", "reduce"):
+        process, fd = start(step_by_step(steps.format(phase=phase)))
+        watch.watch(phase, process.pid, fd)
+        assert place_after(watch, process, phase).bound == "pace"
+
+
 def test_a_batch_of_an_evaluation_may_not_take_long_once_two_are_known(start: Start) -> None:
     """The first ones may read data from far. How long they took says nothing of steps."""
     watch = ProcessWatch(DEADLINE_S)
