@@ -92,7 +92,7 @@ class CoordinatorLink:
         """Waits in the coordinator for what to do next."""
         step = NO_STEP if report.step is None else report.step
         self._heartbeat.leave()
-        self._mark(step, "wait")
+        self.mark(step, "wait")
         self._standing = self._standing.joining(report)
         recent = self.outbox.recent()
         if shows_recent(self._run, report.built):
@@ -103,7 +103,7 @@ class CoordinatorLink:
         self._settled = getattr(answer, "serial", self._settled)
         self.outbox.settle(answer)
         kinds = {Build: "build", Run: "regroup", Leave: "regroup"}
-        self._mark(step, kinds.get(type(answer), "shutdown"))
+        self.mark(step, kinds.get(type(answer), "shutdown"))
         return answer
 
     def _take_on(self, answer: Answer) -> None:
@@ -163,11 +163,13 @@ class CoordinatorLink:
 
     def at_step(self, step: int, phase: Phase) -> None:
         """See Link."""
-        self._mark(step, phase)
+        self.mark(step, phase)
         if self._job.faults:
             self.injection.enter(step, phase)
 
-    def _mark(self, step: int, phase: str) -> None:
+    def mark(self, step: int, phase: str) -> None:
+        """The heartbeat shows a phase that no fault is placed in. Called by the thread that
+        trains."""
         self._heartbeat.mark(step, _PHASE_NUMBERS.get(phase, NO_PHASE))
 
     def committed(self, commit: Commit, lr: float, applied: bool) -> None:
@@ -287,8 +289,15 @@ class CoordinatorLink:
         self, step: int, engine: Engine, training_state: dict[str, Any], places: Sequence[Place]
     ) -> None:
         """See Link."""
-        assert self._run is not None
-        self.saves.save(self._run, step, engine, training_state, places)
+        run = self._run
+        assert run is not None
+        if step >= run.until:
+            self.mark(step, "wait")  # an upload may take long, and its peers wait for it meanwhile
+            lacking = self.saves.lacks_last(step)
+            self.mark(step, "checkpoint")
+            if not lacking:
+                return
+        self.saves.save(run, step, engine, training_state, places)
 
     def saving(self) -> Saving:
         """See Link."""

@@ -84,6 +84,12 @@ class Saver:
         """Whether a checkpoint is wanted. What is being written may be it."""
         self._clock.ask(wanted and not self._is_busy("store"))
 
+    def lacks_last(self, step: int) -> bool:
+        """At the end of the run, before `save`: whether the state before `step` has yet to be
+        saved. Waits for what is being written; False as well where a fault calls this worker
+        away."""
+        return self.wait() and not self._coordinator.call(CoordinatorApi.saved, step)
+
     def save(
         self,
         run: Run,
@@ -93,11 +99,6 @@ class Saver:
         places: Sequence[Place],
     ) -> None:
         """Begins to save the state before `step` to `places`. All workers with state call it."""
-        if step >= run.until:
-            if not self.wait():
-                return
-            if self._coordinator.call(CoordinatorApi.saved, step):
-                return
         places = [place for place in places if not self._is_busy(place)]
         if not places:
             return
