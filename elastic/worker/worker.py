@@ -271,6 +271,9 @@ class Worker:
         own, or has left the state half stepped."""
         step = None if self.progress is None else self.progress.step
         half_stepped = self.progress is not None and self.progress.applying
+        # It waits for the coordinator, which looks for a peer's loss: neither it nor its mates,
+        # whose collectives do not end, stand still.
+        self.link.mark(NO_STEP if step is None else step, "regroup")
         if self.link.trouble(step, detail, cause) and not half_stepped:
             self.leave_replica()
         else:

@@ -44,9 +44,12 @@ def test_it_exits_where_the_optimizer_has_raised(engine: Any, expected: str) -> 
     done: list[str] = []
     worker: Any = SimpleNamespace(
         progress=apply(engine),
-        link=SimpleNamespace(trouble=lambda step, detail, cause: True),  # a peer is lost as well
+        link=SimpleNamespace(
+            mark=lambda step, phase: done.append(f"{phase} of {step}"),
+            trouble=lambda step, detail, cause: True,  # a peer is lost as well
+        ),
         leave_replica=lambda: done.append("joins again"),
         exit=lambda detail: done.append("exits"),
     )
     Worker.recover(worker, "MemoryError", OUT_OF_MEMORY)
-    assert done == [expected]
+    assert done == ["regroup of 4", expected], "it does not stand still in its step"
