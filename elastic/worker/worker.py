@@ -489,6 +489,7 @@ class Worker:
         if progress is None or run.commit is None or run.restore or progress.step != run.step - 1:
             return
         self.make_loop(run, cross, progress, None).finish_step(run.commit)
+        self.link.mark(run.step, "regroup")  # as of those who had nothing to catch up with
 
     def begin_heal(self, run: Run, engine: Engine) -> Source | Newcomer | None:
         """Starts to send this worker's state to newcomers, or to receive it as one."""

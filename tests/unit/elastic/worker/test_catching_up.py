@@ -20,8 +20,12 @@ def test_the_others_have_begun_what_is_due_in_a_roster_that_is_gone() -> None:
         finish_step=lambda commit: did.append("step"),
         save_and_evaluate=lambda: did.append("what is due"),
     )
-    worker: Any = SimpleNamespace(progress=Progress(step=4), make_loop=lambda *args: loop)
+    worker: Any = SimpleNamespace(
+        progress=Progress(step=4),
+        make_loop=lambda *args: loop,
+        link=SimpleNamespace(mark=lambda step, phase: did.append(f"{phase} of {step}")),
+    )
     run: Any = SimpleNamespace(commit=COMMIT, restore=False, step=5, until=9)
     cross: Any = None
     Worker.catch_up(worker, run, cross)
-    assert did == ["step"]
+    assert did == ["step", "regroup of 5"], "what comes next is not the optimizer"
