@@ -58,6 +58,9 @@ class Copy(Protocol):
     def wait(self) -> None:
         """Returns once it is there, to be read."""
 
+    def done(self) -> bool:
+        """Whether it is there. Waits for nothing."""
+
     @property
     def held_s(self) -> float:
         """Seconds for which `before_change` has held up its caller."""
@@ -136,6 +139,9 @@ class _ByThread:
     def wait(self) -> None:
         self._done.result()
 
+    def done(self) -> bool:
+        return self._done.done()
+
 
 class _ByStream:
     def __init__(self, done: torch.cuda.Event) -> None:
@@ -146,6 +152,9 @@ class _ByStream:
 
     def wait(self) -> None:
         self._done.synchronize()
+
+    def done(self) -> bool:
+        return self._done.query()
 
 
 def _pin(memory: torch.Tensor) -> None:

@@ -96,6 +96,11 @@ class WorkerState:
         self._copy = buffer.copy(share)
         return self._copy
 
+    @property
+    def copies(self) -> bool:
+        """Whether the last copy is still being made, so that `await_copy` holds something back."""
+        return self._copy is not None and not self._copy.done()
+
     def await_copy(self) -> None:
         """Holds back what comes after this, here or on the device, until the last copy is made."""
         if self._copy is not None:

@@ -5,7 +5,7 @@
     communication   waiting for the sum over the replicas after backward
     commit          agreeing on the step, and so waiting for the slowest worker
     optimizer       the optimizer step
-    save            handing over a copy of the state
+    save            handing over a copy of the state, and waiting for it before the optimizer step
     evaluation      on the held-out data
     other           what lies between: comparing the replicas, starting and writing a profile
 

@@ -4,7 +4,8 @@ The first eight, `STEP_PHASES`, are passed in every step, in this order, the fir
 once for each micro-batch; one that compiles is in `compile` in place of forward and backward. A
 worker without lanes skips those three, one without state the optimizer. The others belong to the
 life round it. A worker is in `reduce`, too, while it waits for others to compare their states or to
-evaluate, and in `heal_source` while its optimizer waits for the copy of its state.
+evaluate; and in `heal_source`, or `checkpoint`, while its optimizer waits for a copy of its state
+for newcomers, or for a save.
 """
 
 from __future__ import annotations

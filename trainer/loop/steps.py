@@ -418,6 +418,10 @@ class TrainLoop:
             self.link.at_step(commit.step, "heal_source")
             self.source.await_copy()
             self.link.at_step(commit.step, "optimizer")
+        if self.engine.state.copies:  # for a save: it is that which takes long, and not the step
+            self.enter(commit.step, "checkpoint")
+            self.engine.state.await_copy()
+            self.enter(commit.step, "optimizer")
         if commit.finite:
             scale = commit.scale(self.train.optimizer.clip_norm)
             self.progress.applying = True

@@ -15,6 +15,7 @@ from trainer.loop.steps import TrainLoop
 from trainer.replication.step_commit import Commit
 
 COMMIT = Commit(step=4, loss=1.0, grad_norm=1.0, tokens=8, digests=b"", boundary=False)
+STATE = SimpleNamespace(copies=False)
 
 
 def raises(step: int, *, scale: float) -> None:
@@ -36,8 +37,8 @@ def apply(engine: Any) -> Progress:
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        (SimpleNamespace(apply=lambda step, scale: None), "joins again"),
-        (SimpleNamespace(apply=raises), "exits"),
+        (SimpleNamespace(apply=lambda step, scale: None, state=STATE), "joins again"),
+        (SimpleNamespace(apply=raises, state=STATE), "exits"),
     ],
 )
 def test_it_exits_where_the_optimizer_has_raised(engine: Any, expected: str) -> None:
