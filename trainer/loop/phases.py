@@ -36,8 +36,9 @@ Phase = Literal[
 beginning to profile, or writing down what was found. `build`: making a replica's process group and
 model. `compile`: compiling a model's blocks, before its first step, or in that step's first micro-
 batch; evaluations compile nothing. `regroup`: making the group across replicas. `heal_source`,
-`heal_target`: beginning to send or to receive state; both go on beside the steps. `wait`: at the
-end, until what was saved is stored; and in `join`, without a slot or called there."""
+`heal_target`: beginning to send or to receive state; both go on beside the steps; the latter also
+where a newcomer then applies the steps that it lacks. `wait`: at the end, until what was saved is
+stored; and in `join`, without a slot or called there."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

@@ -431,7 +431,10 @@ class TrainLoop:
 
     def follow(self, newcomer: Newcomer) -> None:
         """A newcomer's part of a step, before the reduce: gets its state up to date."""
-        newcomer.catch_up()
+        if newcomer.may_catch_up:
+            # As long as what it lacks takes, not as a phase of a step; it has no lanes to compute.
+            self.link.at_step(self.progress.step, "heal_target")
+            newcomer.catch_up()
         failure = newcomer.take_failure()
         if failure is not None:
             self.link.heal_failed(failure)

@@ -16,8 +16,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from statistics import median
 
 import torch
 
@@ -34,6 +36,8 @@ from trainer.streams import stream_for
 
 _CATCH_UP_SHARE = 0.5
 """Of a step's time that a newcomer applies kept steps in: its peers wait for it in the reduce."""
+_STEPS = 5
+"""Whose median that time is: an evaluation, or a stall, that comes after one of them is no step."""
 
 
 class Newcomer:
@@ -61,7 +65,9 @@ class Newcomer:
         self._backlog = Backlog() if backlog is None else backlog
         self._concluding = threading.Lock()
         self._arrived = False
-        self._kept_at, self._step_s = time.monotonic(), 0.0
+        self._kept_at = time.monotonic()
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        """What the latest steps took, with what came between some of them."""
         self._half_applied = False
         """A kept step was begun on, and an exception has ended it: what is here is of no step."""
         self.skipped_in_a_row = 0
@@ -111,14 +117,18 @@ class Newcomer:
             self._apply_oldest()
         self.steps_behind = max(self.steps_behind, len(self._backlog))
         now = time.monotonic()
-        self._kept_at, self._step_s = now, now - self._kept_at
+        self._steps_s.append(now - self._kept_at)
+        self._kept_at = now
+
+    @property
+    def may_catch_up(self) -> bool:
+        """Whether the state is there, and lacks steps that are kept."""
+        return self._arrived and bool(self._backlog)
 
     def catch_up(self) -> None:
-        """Applies kept steps for a while. Called before the reduce, in which the others still
-        compute."""
-        if not self._arrived or not self._backlog:
-            return
-        until = time.monotonic() + _CATCH_UP_SHARE * self._step_s
+        """Applies kept steps for a while, one at least. Called before the reduce, in which the
+        others still compute, where it `may_catch_up`."""
+        until = time.monotonic() + _CATCH_UP_SHARE * median(self._steps_s)
         while self._backlog:
             self._apply_oldest()
             if time.monotonic() > until:

@@ -4,6 +4,7 @@ forever."""
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from tests.support.healing import (
 from trainer.backend.host_memory import HostMemory
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
+from trainer.loop.link import Progress
+from trainer.loop.steps import TrainLoop
 from trainer.recovery import heal
 from trainer.recovery.backlog import Backlog
 from trainer.recovery.heal import Newcomer
@@ -138,6 +141,45 @@ def test_a_full_backlog_is_worked_off_once_the_state_is_there(
     assert newcomer.take_failure() is None
     assert newcomer.steps_behind == 2 and taker.state.optimizer_steps == 3
     assert newcomer.finish() and taker.state.digest() == giver.state.digest()
+    source.close()
+    newcomer.close()
+
+
+def test_a_newcomer_catches_up_for_half_a_step_at_a_time_and_says_so(
+    pair: tuple[Rendezvous, Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation after the last step is no part of that: its peers would wait in the sum for all
+    that it lacks, and it would be taken for stuck."""
+    meet, giver, taker = pair
+    now, phases, during = [0.0], ["after_commit"], list[str]()
+    monkeypatch.setattr(heal, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    meeting, optimizer_step = meeting_at(meet), taker.optimizer.step
+    source = Source(giver, 0, meeting)
+    newcomer = Newcomer(taker, meeting, clip_norm=0.5)
+    wait_until(lambda: newcomer.caught_up)
+    for step, took_s in enumerate([1.0, 1.0, 1.0, 60.0]):
+        now[0] += took_s
+        step_both(giver, newcomer, taker, step)
+
+    def takes_long(rate: float, scale: float) -> None:
+        optimizer_step(rate, scale)
+        now[0] += 0.4
+        during.append(phases[-1])
+
+    monkeypatch.setattr(taker.optimizer, "step", takes_long)
+    loop: Any = object.__new__(TrainLoop)
+    loop.progress = Progress(step=4)
+    told = list[Newcomer]()
+    loop.link = SimpleNamespace(
+        at_step=lambda step, phase: phases.append(phase), caught_up=told.append
+    )
+    loop.follow(newcomer)
+    assert taker.state.optimizer_steps == 2 and not told
+    loop.follow(newcomer)
+    assert told == [newcomer] and taker.state.digest() == giver.state.digest()
+    assert during == 4 * ["heal_target"]
+    loop.follow(newcomer)
+    assert phases == ["after_commit", "heal_target", "heal_target"], "with nothing to make up for"
     source.close()
     newcomer.close()
 
