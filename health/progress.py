@@ -11,6 +11,10 @@ has been in one phase of a step, or one batch of an evaluation, and went on. Whe
 the replicas seem to keep the rest, the cause is one that they share, such as a storage that does
 not answer: they get far longer. When that ends, those who come back later than most get as long as
 if they had come into their phase then.
+
+Where each waits for others, in a collective that does not end, it may have failed on one side, or
+be slow. With each time that all were called for it, and no connection failed, they get twice as
+long: so what is slow comes to its end.
 """
 
 from __future__ import annotations
@@ -97,6 +101,7 @@ def find_standstill(
     share: float = 1.0,
     shared_s: float,
     single_s: float = inf,
+    patience: float = 1.0,
 ) -> Standstill:
     """Who keeps the others, where nothing moves.
 
@@ -107,6 +112,7 @@ def find_standstill(
         share: of the bound that counts.
         shared_s: how long a phase may take where most are in one that takes long.
         single_s: for how long no more than a minority has stood still.
+        patience: times the bound that all may wait for each other, up to `shared_s`.
     """
     places = [place for replica in replicas for place in replica.values()]
     if any(place is None for place in places):
@@ -121,7 +127,8 @@ def find_standstill(
     else:
         limits = limits._replace(single_s=single_s)
     suspects = tuple(suspect for replica in known for suspect in _suspects(replica, limits))
-    still = share * bound_s(least_s, steps_s)
+    usual_s = bound_s(least_s, steps_s)
+    still = share * min(patience * usual_s, max(usual_s, shared_s))
     return Standstill(
         suspects=suspects,
         standing=standing,

@@ -5,7 +5,8 @@
     no step for 0.8 of the bound ──► evidence is taken again
     no step for the bound ─────────► those who have not moved since are killed, or those on the node
                                      that no large message reaches; the rest is recovery
-                                     where all wait for each other, they are called to regroup
+                                     where all wait for each other, they are called to regroup,
+                                     and have twice as long from then on
     a step before anybody is accused ► what was found is kept, too, of the first few: who was slow
 
 Nobody is asked anything while steps come. `health/progress.py` decides.
@@ -141,6 +142,9 @@ class StandstillWatch:
         self._came_s = 0.0
         self._shared_until_s = -inf
         """Most replicas stood still then."""
+        self._patience = 1.0
+        """Doubled with each call where all waited for each other and no connection failed, until a
+        step comes within the bound again: their collectives may be slow, and no call helps that."""
         self._watching = False
         self._good: _Stand | None = None
         """Where connections were tried and are good, or nobody can be taken out."""
@@ -167,6 +171,8 @@ class StandstillWatch:
         if found is not None and found.last.generation == self._membership.roster.generation:
             found.no_step_for_s = self._still_s
             self._slow = self._slow or found
+        if self._patience > 1.0 and self._still_s <= self._bound_s:
+            self._patience = 1.0
         self.replay(steps)
         self.begin()
 
@@ -236,6 +242,7 @@ class StandstillWatch:
                 share=share,
                 shared_s=self._shared_s,
                 single_s=time.monotonic() - self._shared_until_s,
+                patience=self._patience,
             )
             for share in (SOON, 1.0)
         )
@@ -275,6 +282,8 @@ class StandstillWatch:
         if not accused and not removed:
             self._good = last
             if all_wait:
+                if not failed:
+                    self._patience *= 2.0
                 reason = f"no step for {self._still_s:.1f} s, and all wait for each other"
                 await self._cross_lost(last.generation, reason)
         self._came_s = time.monotonic()  # what follows has its own bounds

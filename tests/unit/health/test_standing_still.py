@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
+import pytest
+
 from health.progress import SOON, Place, Standstill, bound_s, find_standstill
 
 LEAST_S, SHARED_S = 4.5, 300.0
@@ -29,10 +31,19 @@ def suspects(*replicas: dict[str, Place | None], share: float = 1.0) -> list[str
 
 
 def standstill(
-    *replicas: dict[str, Place | None], share: float = 1.0, single_s: float = inf
+    *replicas: dict[str, Place | None],
+    share: float = 1.0,
+    single_s: float = inf,
+    patience: float = 1.0,
 ) -> Standstill:
     return find_standstill(
-        replicas, LEAST_S, STEPS_S, share=share, shared_s=SHARED_S, single_s=single_s
+        replicas,
+        LEAST_S,
+        STEPS_S,
+        share=share,
+        shared_s=SHARED_S,
+        single_s=single_s,
+        patience=patience,
     )
 
 
@@ -115,6 +126,29 @@ def test_all_wait_for_each_other() -> None:
     assert found.all_wait and not found.suspects
     found = standstill({"a": waits}, {"b": replace(waits, in_phase_s=1)})
     assert not found.all_wait
+
+
+@pytest.mark.parametrize(
+    ("reduces_in_s", "calls"), [(4.4, 0), (5.0, 1), (17.0, 2), (299.0, 7), (inf, 8)]
+)
+def test_a_reduction_that_is_slow_for_good_comes_to_its_end(
+    reduces_in_s: float, calls: int
+) -> None:
+    """All are called at the usual bound first, and later each time."""
+    called_s: list[float] = []
+    while len(called_s) < 8:
+        waits_s = (seconds / 10 for seconds in range(10_000))
+        now = next(s for s in waits_s if s >= reduces_in_s or all_wait(s, 2.0 ** len(called_s)))
+        if now >= reduces_in_s:
+            break
+        called_s.append(now)
+    assert len(called_s) == calls
+    assert called_s == [4.6, 9.1, 18.1, 36.1, 72.1, 144.1, 288.1, SHARED_S + 0.1][:calls]
+
+
+def all_wait(for_s: float, patience: float) -> bool:
+    waits = place("reduce", for_s)
+    return standstill({"a": waits}, {"b": waits}, patience=patience).all_wait
 
 
 def test_the_bound_follows_the_steps() -> None:

@@ -45,12 +45,13 @@ class Agents:
     def __init__(self) -> None:
         self.known: dict[str, Place | None] = {"a": WAITS, "b": LOOPS, "c": WAITS}
         self.short: list[dict[tuple[str, str], int]] = []
-        self.tests = 0
+        self.tests = self.looks = 0
         self.recordings: dict[str, str] = {}
         self.log = ""
         self.asked: list[list[str]] = []
 
     async def places(self, nodes: Iterable[str]) -> dict[str, Place | None]:
+        self.looks += 1
         return self.known
 
     async def evidence(self, identities: Iterable[Identity]) -> dict[str, Evidence]:
@@ -74,8 +75,10 @@ class Agents:
 class Desk(CoordinatorDesk):
     """The one with a watch, over the rosters of a coordinator that has seen some steps."""
 
-    def __init__(self, root: Path, least_s: float = LEAST_S, *, each: int = 1) -> None:
-        super().__init__(root, each=each)
+    def __init__(
+        self, root: Path, least_s: float = LEAST_S, *, each: int = 1, least: int = 1
+    ) -> None:
+        super().__init__(root, each=each, least=least)
         self.doors = Agents()
         agents: Any = self.doors
         self.watch = StandstillWatch(
@@ -94,6 +97,16 @@ class Desk(CoordinatorDesk):
 
     async def _cross_lost(self, generation: int, reason: str) -> None:
         self.regroups += 1
+        self.membership.roster = replace(self.membership.roster, generation=generation + 1)
+
+    async def called(self, count: int) -> None:
+        """Returns when all have been called so often."""
+        await asyncio.to_thread(wait_until, lambda: self.regroups >= count, PATIENCE_S)
+
+    async def looked_at(self, count: int) -> None:
+        """Returns when so many more looks were taken."""
+        looks = self.doors.looks + count
+        await asyncio.to_thread(wait_until, lambda: self.doors.looks >= looks, PATIENCE_S)
 
     async def asked_of_all(self) -> None:
         """Returns when evidence was taken: none is taken again before the next standstill."""
@@ -549,3 +562,48 @@ def test_all_that_wait_for_each_other_are_called_to_regroup(tmp_path: Path) -> N
     asyncio.run(desk.stand_still(4 * LEAST_S))
     assert desk.regroups > 0
     assert desk.happened(events.WorkerLost) == []
+
+
+def test_who_waits_in_a_collective_that_is_slow_for_good_is_called_once(tmp_path: Path) -> None:
+    """And has longer until a step comes within the bound again."""
+    desk = Desk(tmp_path, least_s := 1.0)
+    desk.doors.known = dict.fromkeys("abc", replace(WAITS, in_phase_s=1.25 * least_s))
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(5))
+        await desk.called(1)
+        await desk.looked_at(5)
+        assert desk.regroups == 1
+        desk.watch.committed(desk.steps(6)[5:])
+        await desk.looked_at(5)
+        assert desk.regroups == 1, "that step was late, and so is the next"
+        for step in (6, 7):
+            desk.watch.committed(desk.steps(step + 1)[step:])
+        await desk.called(2)
+
+    asyncio.run(run())
+
+
+def test_where_connections_fail_all_are_called_as_soon_each_time(tmp_path: Path) -> None:
+    """Nobody can be taken out."""
+    desk = Desk(tmp_path, least_s := 1.0, least=3)
+    desk.doors.short = [HOLE] * 6
+    call = desk.watch._cross_lost
+
+    def wait_for(seconds: float) -> None:
+        desk.doors.known = dict.fromkeys("abc", replace(WAITS, in_phase_s=seconds))
+
+    async def cross_lost(generation: int, reason: str) -> None:
+        await call(generation, reason)
+        wait_for(0.8 * least_s)
+
+    desk.watch._cross_lost = cross_lost
+    desk.doors.on_evidence = lambda: wait_for(1.25 * least_s)  # type: ignore[method-assign]
+    wait_for(0.8 * least_s)
+
+    async def run() -> None:
+        desk.watch.committed(desk.steps(5))
+        await desk.called(3)
+
+    asyncio.run(run())
+    assert not desk.doors.short and not desk.happened(events.WorkerLost)
