@@ -320,7 +320,9 @@ def _does_not_come(scene: Scene) -> None:
     """All were called, and the victim stays where it is."""
     bound = _HEALTH.regroup_timeout_s
     positions: dict[str, Position | None] = {
-        scene.victim: Position(phase="reduce of step 9", in_phase_s=bound + 1, waits=True)
+        scene.victim: Position(
+            phase="reduce of step 9", in_phase_s=bound + 1, waits=True, collectives=12
+        )
     }
     stuck, _ = find_stuck(positions, bound)
     for worker in stuck:

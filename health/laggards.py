@@ -2,12 +2,13 @@
 
 A worker that is called away and does not come may be at work that takes long: an evaluation, an
 upload, the first step of a model that is compiled. It enters a new phase of it now and then. One
-that is stuck does not; nor does one that waits for either in a collective.
+that is stuck does not; nor does one that waits for either in a collective: of a replica, one that
+has begun more of them than a mate that does not come either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -21,19 +22,25 @@ class Position:
     """How long it has been in it, in seconds."""
     waits: bool
     """It is a phase in which it waits for workers of other replicas."""
+    collectives: int
+    """Collectives that it has begun with the others of its replica; 0 where it has left them."""
 
 
 def find_stuck(
-    positions: Mapping[str, Position | None], timeout_s: float
+    positions: Mapping[str, Position | None],
+    timeout_s: float,
+    *,
+    replicas: Iterable[Iterable[str]] = (),
 ) -> tuple[list[str], float]:
     """Who is stuck of the workers that were called more than `timeout_s` ago and have not come.
 
     While one of them enters new phases, the others may be waiting for it. When none does, those who
-    do not wait for anybody are to blame; all of them, where there is no such one.
+    do not wait for anybody are to blame; where there is no such one, all who do not wait for mates.
 
     Args:
         positions: worker -> where it is; None where nobody can tell.
         timeout_s: how long one phase may take.
+        replicas: workers, of whom each has begun collectives with the others.
 
     Returns:
         Those who are stuck, and otherwise the seconds to wait before the next look.
@@ -42,5 +49,11 @@ def find_stuck(
     left_s = max((timeout_s - seconds for seconds in in_phase_s), default=0.0)
     if left_s > 0:
         return [], left_s
-    busy = [worker for worker, p in positions.items() if p is None or not p.waits]
-    return busy or list(positions), 0.0
+    left = dict(positions)
+    for replica in replicas:
+        begun = {w: p.collectives for w in replica if (p := positions.get(w)) and p.collectives}
+        for worker, count in begun.items():
+            if count > min(begun.values()):
+                del left[worker]  # it waits for a mate
+    busy = [worker for worker, p in left.items() if p is None or not p.waits]
+    return busy or list(left), 0.0

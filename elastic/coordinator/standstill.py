@@ -371,9 +371,7 @@ class StandstillWatch:
 
     async def _places(self) -> _Places:
         """Of the roster's workers, by replica, or by what is left of one."""
-        roster, started = self._membership.roster, self._workers.started
-        groups = [replica.workers for replica in roster.replicas]
-        groups += [tuple(remnant.workers.values()) for remnant in roster.remnants]
+        groups, started = self._membership.roster.groups, self._workers.started
         nodes = {started[w].node for group in groups for w in group if w in started}
         known = await self._agents.places(nodes)
         return [{worker: known.get(worker) for worker in group} for group in groups]

@@ -271,7 +271,8 @@ class Workers:
                 continue
             found = await asyncio.gather(*map(self._agents.position, laggards))
             positions = dict(zip((one.worker for one in laggards), found, strict=True))
-            stuck, pause_s = find_stuck(positions, timeout_s)
+            groups = self._membership.roster.groups
+            stuck, pause_s = find_stuck(positions, timeout_s, replicas=groups)
             for worker in stuck:
                 detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
                 if (position := positions[worker]) is not None:

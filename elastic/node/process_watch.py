@@ -272,6 +272,7 @@ class ProcessWatch:
             phase=_phase_of(record),
             in_phase_s=time.monotonic() - record.phase_s,
             waits=record.phase in _WAITING,
+            collectives=record.collectives,
         )
 
     def places(self) -> dict[str, Place | None]:

@@ -69,6 +69,12 @@ class Roster:
         return tuple(worker for replica in self.replicas for worker in replica.workers)
 
     @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The workers of each replica, and of what is left of others."""
+        left = [tuple(remnant.workers.values()) for remnant in self.remnants]
+        return [replica.workers for replica in self.replicas] + left
+
+    @property
     def uneven(self) -> bool:
         """Whether a replica has two lanes more than another: dealt anew, they would differ by one
         at most."""

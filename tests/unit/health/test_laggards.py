@@ -7,8 +7,8 @@ from health.laggards import Position, find_stuck
 TIMEOUT_S = 10.0
 
 
-def at(phase: str, in_phase_s: float) -> Position:
-    return Position(phase=phase, in_phase_s=in_phase_s, waits=phase == "reduce")
+def at(phase: str, in_phase_s: float, begun: int = 40) -> Position:
+    return Position(phase=phase, in_phase_s=in_phase_s, waits=phase == "reduce", collectives=begun)
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,25 @@ def test_who_is_stuck(
     positions: dict[str, Position | None], stuck: list[str], left_s: float
 ) -> None:
     assert find_stuck(positions, TIMEOUT_S) == (stuck, left_s)
+
+
+@pytest.mark.parametrize(
+    ("positions", "stuck"),
+    [
+        ({"a": at("forward", 60.0, 41), "b": at("forward", 60.0)}, ["b"]),
+        ({"a": at("forward", 60.0), "b": at("forward", 60.0)}, ["a", "b"]),
+        ({"a": at("forward", 60.0, 41)}, ["a"]),  # b has come
+        ({"a": at("forward", 60.0, 41), "c": at("forward", 60.0)}, ["a", "c"]),
+        ({"a": at("before_commit", 60.0, 41), "b": at("reduce", 60.0)}, ["b"]),
+        ({"a": at("before_commit", 60.0, 41), "b": at("reduce", 60.0), "c": None}, ["c"]),
+        ({"a": at("forward", 60.0, 41), "b": at("regroup", 60.0, 0)}, ["a", "b"]),
+        ({"a": at("forward", 60.0, 41), "b": None}, ["a", "b"]),
+        ({"a": at("forward", 60.0, 41), "e": at("forward", 60.0)}, ["a", "e"]),  # e is no mate
+    ],
+)
+def test_who_waits_for_a_mate_is_not_stuck(
+    positions: dict[str, Position | None], stuck: list[str]
+) -> None:
+    """Of a replica, who has begun more collectives is in one that the mate has yet to enter."""
+    found, left_s = find_stuck(positions, TIMEOUT_S, replicas=[("a", "b"), ("c", "d")])
+    assert (found, left_s) == (stuck, 0.0)

@@ -23,12 +23,17 @@ PATIENCE_S = 10.0
 class Positions(Agents):
     """Know where the workers are, too."""
 
-    def __init__(self, waits: dict[str, bool]) -> None:
+    def __init__(self, waits: dict[str, bool], begun: dict[str, int] | None = None) -> None:
         super().__init__()
-        self._waits = waits
+        self._waits, self._begun = waits, begun or {}
 
     async def position(self, identity: Identity) -> Position:
-        return Position(phase="forward", in_phase_s=400.0, waits=self._waits[identity.worker])
+        return Position(
+            phase="forward",
+            in_phase_s=400.0,
+            waits=self._waits[identity.worker],
+            collectives=self._begun.get(identity.worker, 0),
+        )
 
 
 def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
@@ -52,6 +57,26 @@ def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
         return ended
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == [["a"], ["a", "b"]]
+
+
+def test_of_a_replica_that_does_not_come_who_waits_for_its_mate_is_spared(tmp_path: Path) -> None:
+    """It comes when that has ended. In another replica the same number says nothing."""
+    desk = CoordinatorDesk(tmp_path, each=2, health=HealthConfig(regroup_timeout_s=0.2))
+    agents = Positions(dict.fromkeys("abc", False), {"a": 41, "b": 40, "c": 41})
+    stand_in: Any = agents
+    desk.workers._agents = stand_in
+    calls = desk.membership.calls
+    called = {worker: calls.sign(worker, "fault", broken=True) for worker in "abc"}
+
+    async def run() -> None:
+        looking = asyncio.create_task(desk.workers.lose_laggards(called))
+        while len(agents.killed) < 2:
+            await asyncio.sleep(0.01)
+        calls.followed("a")
+        await looking
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    assert agents.killed == ["b", "c"]
 
 
 def test_nobody_is_ended_while_answers_wait_for_the_storage(

@@ -33,7 +33,7 @@ WORKER = """
 import sys
 from health.heartbeat import Heartbeat
 from trainer.loop.phases import PHASES
-heartbeat = Heartbeat()
+heartbeat = Heartbeat(lambda: 12)
 {mark}
 print(heartbeat.fd, flush=True)
 sys.stdin.readline()
@@ -256,7 +256,7 @@ def test_where_a_worker_is_in_its_work(start: Start) -> None:
     watch.watch("w1", process.pid, fd)
     first, second = watch.position("w1"), watch.position("w1")
     assert first is not None and second is not None
-    assert first.phase == "phase backward of step 4"
+    assert (first.phase, first.collectives) == ("phase backward of step 4", 12)
     assert 0 < first.in_phase_s < second.in_phase_s < DEADLINE_S
 
 
