@@ -11,6 +11,7 @@ One thread calls `ended` and `frozen`, others call `watch`, `signal` and `wait_e
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -38,6 +39,8 @@ from health.progress import Place
 from health.stacks import read_kernel_stacks, read_stacks
 from health.worker_load import WorkerState
 from trainer.loop.phases import PHASES, STEP_PHASES
+
+log = logging.getLogger(__name__)
 
 _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
 """Numbers of the phases in which a worker waits for other replicas."""
@@ -79,6 +82,8 @@ class _Process:
     worker: str
     pid: int
     heartbeat: HeartbeatReader | None = None
+    unheard: bool = False
+    """Its heartbeat could not be opened, and that was told."""
     stacks_fd: int | None = None
     recorder: Doors | None = None
     logs: tuple[str, ...] = ()
@@ -207,8 +212,7 @@ class ProcessWatch:
                 watched = self._open(worker, pid, born_ticks)
             if watched is not None and heartbeat_fd is not None:
                 if watched.heartbeat is None:
-                    with contextlib.suppress(OSError):
-                        watched.heartbeat = HeartbeatReader(pid, heartbeat_fd)
+                    _open_heartbeat(watched, heartbeat_fd)
                 # Who says less, as a coordinator that was started anew, takes nothing back.
                 watched.stacks_fd = watched.stacks_fd if stacks_fd is None else stacks_fd
                 watched.recorder = recorder or watched.recorder
@@ -386,6 +390,27 @@ class ProcessWatch:
                 found = Evidence(stacks=stacks)
                 deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail, found)
         return deaths
+
+
+def _open_heartbeat(process: _Process, fd: int) -> None:
+    """Opens its heartbeat, or tells once that it cannot: of one that is about to end that is no
+    wonder."""
+    pid = process.pid
+    try:
+        process.heartbeat = HeartbeatReader(pid, fd)
+    except OSError as error:
+        if process.unheard or read_state(pid) is None or is_ending(pid):
+            return
+        process.unheard = True
+        log.warning(
+            "the heartbeat of %s, process %d, cannot be opened: %s. Where it is in its step is not "
+            "seen: before health.collective_timeout_s ends what waits for it, it may hang. Does it "
+            "run as user %d, as its node's agent does, in the same container?",
+            process.worker,
+            pid,
+            error,
+            os.geteuid(),
+        )
 
 
 def _send(pidfd: int, number: int) -> None:

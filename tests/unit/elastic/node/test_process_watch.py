@@ -207,6 +207,28 @@ def test_a_process_that_is_watched_twice_is_reported_once(start: Start) -> None:
     assert stays_quiet(watch, 0.3)
 
 
+def test_a_heartbeat_that_cannot_be_opened_is_told_of_once(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is tried again. That of a process that has ended is no news."""
+    watch, (process, fd), (ended, ended_fd) = ProcessWatch(DEADLINE_S), start(""), start("")
+    ended.kill()
+    ended.wait(DEADLINE_S)
+    watch.watch("w1", ended.pid, ended_fd)
+    killed, killed_fd = start("")
+    watch.watch("w2", killed.pid, None)
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+    watch.watch("w2", killed.pid, killed_fd)
+    assert caplog.messages == []
+    for _ in range(2):
+        watch.watch("w0", process.pid, 999)
+    (told,) = caplog.messages
+    assert f"the heartbeat of w0, process {process.pid}, cannot be opened: [Errno 2]" in told
+    watch.watch("w0", process.pid, fd)
+    assert watch.position("w0") is not None and len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize("heartbeat", [True, False])
 def test_a_stopped_process_is_killed_and_reported_with_what_it_did(
     start: Start, heartbeat: bool
