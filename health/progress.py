@@ -106,7 +106,8 @@ def find_standstill(
     """Who keeps the others, where nothing moves.
 
     Args:
-        replicas: worker -> its place, for each replica of the roster; None where nobody can tell.
+        replicas: worker -> its place, for each replica of the roster; None where nobody can tell:
+            nobody of that replica is accused, and the others, who may wait for it, have longer.
         least_s: see `bound_s`.
         steps_s: see `bound_s`.
         share: of the bound that counts.
@@ -114,15 +115,14 @@ def find_standstill(
         single_s: for how long no more than a minority has stood still.
         patience: times the bound that all may wait for each other, up to `shared_s`.
     """
-    places = [place for replica in replicas for place in replica.values()]
-    if any(place is None for place in places):
-        return Standstill()
     known = [_known(replica) for replica in replicas]
+    all_known = all(known)
     limits = _Limits(least_s, steps_s, shared_s, share)
     found = [_suspects(replica, limits) for replica in known]
     standing = tuple(suspect.worker for of_replica in found for suspect in of_replica)
     shared = _most(replicas, found)
-    if shared or any(_settles(place) for replica in known for place in replica.values()):
+    settles = any(_settles(place) for replica in known for place in replica.values())
+    if shared or settles or not all_known:
         limits = limits._replace(least_s=shared_s)
     else:
         limits = limits._replace(single_s=single_s)
@@ -132,7 +132,8 @@ def find_standstill(
     return Standstill(
         suspects=suspects,
         standing=standing,
-        all_wait=all(
+        all_wait=all_known
+        and all(
             place.bound == "pace"
             and (place.waits or _waits_for_mate(place, replica))
             and place.in_phase_s > still
@@ -165,7 +166,9 @@ class _Limits(NamedTuple):
 
 
 def _known(replica: Mapping[str, Place | None]) -> dict[str, Place]:
-    return {worker: place for worker, place in replica.items() if place is not None}
+    """All of a replica; none where one of them may be anywhere."""
+    known = {worker: place for worker, place in replica.items() if place is not None}
+    return known if len(known) == len(replica) else {}
 
 
 def _most(

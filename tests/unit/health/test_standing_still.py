@@ -104,8 +104,17 @@ def test_who_comes_back_last_from_what_was_shared_has_its_time() -> None:
     assert [suspect.worker for suspect in found.suspects] == ["b"]
 
 
-def test_nobody_is_accused_where_somebody_is_not_heard_of() -> None:
-    assert suspects({"a": None}, {"b": place()}) == []
+def test_where_somebody_is_not_heard_of_the_others_may_take_longer() -> None:
+    """It may be anywhere, such as in what the source of its state copies that for."""
+    waits, unheard = place("reduce"), {"a": None, "d": place(in_phase_s=1e6)}
+    assert suspects(unheard, {"b": place()}) == []
+    found = standstill(unheard, {"b": place()}, {"c": waits})
+    assert not found.suspects and found.standing == ("b",), "its connections may fail"
+    long = place(in_phase_s=SHARED_S + 1)
+    assert suspects(unheard, {"b": long}, {"c": waits}) == ["b"]
+    waits = place("reduce", SHARED_S + 1)
+    assert not standstill(unheard, {"b": waits}, {"c": waits}).all_wait
+    assert suspects(unheard) == []
 
 
 def test_a_worker_that_was_slow_before_has_longer() -> None:
