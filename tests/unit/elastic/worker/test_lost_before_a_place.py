@@ -35,7 +35,7 @@ def rehearsing() -> tuple[Any, list[Any]]:
     )
     worker.identity = SimpleNamespace(worker="w0")  # type: ignore[assignment]
     worker.link = SimpleNamespace(  # type: ignore[assignment]
-        at_step=lambda step, phase: None, trouble=trouble
+        at_step=lambda step, phase: None, mark=lambda step, phase: None, trouble=trouble
     )
     worker.progress = None
     return worker, told
