@@ -20,7 +20,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from health.pace import Pace, pace_of
@@ -38,9 +38,10 @@ NO_PHASE = -1
 _MARK = struct.Struct("@qqqd")
 _BEAT = struct.Struct("@dq")
 _NUMBER = struct.Struct("@q")
-_RECORD = struct.Struct("@qqqddqqq")
+_RECORD = struct.Struct("@qqqddqqqq")
 _PACE = struct.Struct("@q7d")
-_LEFT_AT, _PACE_AT = _RECORD.size - _NUMBER.size, _RECORD.size
+_FIRST_AT, _PACE_AT = _RECORD.size - _NUMBER.size, _RECORD.size
+_LEFT_AT = _FIRST_AT - _NUMBER.size
 _PACED_AT = _PACE_AT + _PACE.size
 """Here stands the number of the pace once more, written last."""
 _SIZE = _PACED_AT + _NUMBER.size
@@ -67,13 +68,16 @@ class Record:
     """Id, in the kernel, of the thread that trains."""
     left: int
     """How often it has left its steps, called away or because a peer was lost."""
+    first: int = NO_STEP
+    """The first step that it has computed in, since the run went back last; `NO_STEP`: none."""
     pace: Pace | None = None
     """Its pace in the latest window; None: there was none, or it is just being written."""
 
 
 def parse_record(data: bytes) -> Record:
     """The record in `data`, which has the size of one."""
-    serial, step, phase, phase_s, beat_s, collectives, thread, left = _RECORD.unpack_from(data)
+    numbers = _RECORD.unpack_from(data)
+    serial, step, phase, phase_s, beat_s, collectives, thread, left, first = numbers
     return Record(
         serial=serial,
         step=step,
@@ -83,6 +87,7 @@ def parse_record(data: bytes) -> Record:
         collectives=collectives,
         thread=thread,
         left=left,
+        first=first,
         pace=_parse_pace(data),
     )
 
@@ -99,14 +104,19 @@ class Heartbeat:
 
     Args:
         count: how many collectives the worker has begun; called with each beat.
+        computing: numbers of the phases in which it computes with its lanes.
     """
 
-    def __init__(self, count: Callable[[], int] = lambda: 0) -> None:
-        self._count = count
+    def __init__(
+        self, count: Callable[[], int] = lambda: 0, computing: Collection[int] = ()
+    ) -> None:
+        self._count, self._computing = count, computing
         self.fd = os.memfd_create("elastictrainer-heartbeat")
         os.ftruncate(self.fd, _SIZE)
         self._memory = mmap.mmap(self.fd, _SIZE)
         self._serial = self._left = 0
+        self._first = NO_STEP
+        _NUMBER.pack_into(self._memory, _FIRST_AT, NO_STEP)
         self._beat()
         _NUMBER.pack_into(self._memory, _MARK.size + _BEAT.size, threading.get_native_id())
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
@@ -115,6 +125,9 @@ class Heartbeat:
         """The worker enters a phase. Called by one thread only; on the step path."""
         self._serial += 1
         _MARK.pack_into(self._memory, 0, self._serial, step, phase, time.monotonic())
+        if phase in self._computing and not NO_STEP < self._first <= step:
+            self._first = step
+            _NUMBER.pack_into(self._memory, _FIRST_AT, step)
 
     def leave(self) -> None:
         """The worker leaves its steps: the phase that it was in may have been broken off."""

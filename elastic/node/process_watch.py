@@ -47,8 +47,6 @@ _WAITING = frozenset(map(PHASES.index, ("reduce", "in_commit")))
 _PATIENT = _WAITING | frozenset(map(PHASES.index, ("wait", "shutdown")))
 """And in which it has done its part, and waits for what follows."""
 _STEP = frozenset(map(PHASES.index, STEP_PHASES))
-_COMPUTING = frozenset(map(PHASES.index, ("data", "forward", "backward")))
-"""And those that a worker without lanes, as a newcomer is, passes over."""
 _EVALUATION, _CHECKPOINT = PHASES.index("evaluation"), PHASES.index("checkpoint")
 """An evaluation is entered with each batch."""
 
@@ -92,8 +90,6 @@ class _Process:
     """Its death was reported already, before the process came to its end."""
     first_step: float = inf
     """The first step that it was seen in, since the run went back last."""
-    first_computed: float = inf
-    """The same of a step in which it computed."""
     seen: Record | None = None
     """Its heartbeat, as it was sampled last."""
     starved_s: float = 0.0
@@ -112,10 +108,7 @@ class _Process:
             return
         if record.phase in _STEP:
             settled = before is None and record.serial >= _SETTLED
-            step = record.step - _FIRST_STEPS * settled
-            self.first_step = min(self.first_step, step)
-            if settled or record.phase in _COMPUTING:
-                self.first_computed = min(self.first_computed, step)
+            self.first_step = min(self.first_step, record.step - _FIRST_STEPS * settled)
         if before is not None and before.left == record.left:
             self._went_on(before, self._awake_s(before, record.phase_s))
         self.starved_s = read_starved_s(self.pid, record.thread)
@@ -157,8 +150,9 @@ class _Process:
         if record.phase == _EVALUATION:
             return self.batches >= _FIRST_BATCHES
         # A newcomer waits as the others do; what its first lanes take, nothing has shown yet.
-        first = self.first_step if record.phase in _WAITING else self.first_computed
-        return record.phase in _STEP and record.step >= first + _FIRST_STEPS
+        first = self.first_step if record.phase in _WAITING else record.first
+        known = record.phase in _STEP and first != NO_STEP
+        return known and record.step >= first + _FIRST_STEPS
 
     def _awake_s(self, record: Record, until_s: float) -> float:
         """How long it was in a phase, without the time in which it had no core."""

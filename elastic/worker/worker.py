@@ -74,6 +74,7 @@ from trainer.engine.engine import Engine
 from trainer.errors import CompileError, GroupError, NonFiniteError, describe
 from trainer.loop.compile_ahead import compile_ahead, rehearse
 from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.phases import COMPUTING
 from trainer.loop.profiling import StepProfiler
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.apply import warm_up
@@ -118,7 +119,7 @@ class Worker:
         torch.set_num_threads(threads)
         if job.train.compile != "off":
             keep_compiled(os.environ, threads)
-        heartbeat = Heartbeat(collectives_begun)
+        heartbeat = Heartbeat(collectives_begun, COMPUTING)
         rank = ray.train.get_context().get_world_rank()
         self.identity = Identity(
             worker=f"w{rank}-{uuid.uuid4().hex[:6]}",

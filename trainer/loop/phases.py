@@ -43,3 +43,6 @@ stored; and in `join`, without a slot or called there."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 STEP_PHASES: tuple[Phase, ...] = PHASES[: PHASES.index("optimizer") + 1]
+
+COMPUTING = frozenset(map(PHASES.index, ("data", "forward", "backward")))
+"""Numbers of those that a worker without lanes, as a newcomer is, passes over."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from health.heartbeat import BEAT_INTERVAL_S, Heartbeat, HeartbeatReader, parse_record
+from health.heartbeat import BEAT_INTERVAL_S, NO_STEP, Heartbeat, HeartbeatReader, parse_record
 from health.pace import pace_of
 from health.process import parse_state, read_state
 from tests.support import ROOT
@@ -91,6 +91,17 @@ def test_each_mark_has_a_serial_and_a_time() -> None:
     reader.close()
 
 
+def test_it_shows_the_first_step_that_was_computed_since_the_run_went_back() -> None:
+    heartbeat = Heartbeat(computing={0, 1})
+    reader = HeartbeatReader(os.getpid(), heartbeat.fd)
+    shown = []
+    for step, phase in [(5, 3), (6, 1), (7, 0), (3, 3), (4, 0), (5, 1)]:
+        heartbeat.mark(step, phase)
+        shown.append(reader.read().first)
+    reader.close()
+    assert shown == [NO_STEP, 6, 6, 6, 4, 4]
+
+
 def test_a_pace_is_shown_whole_or_not_at_all() -> None:
     heartbeat = Heartbeat()
     reader = HeartbeatReader(os.getpid(), heartbeat.fd)
@@ -102,7 +113,7 @@ def test_a_pace_is_shown_whole_or_not_at_all() -> None:
     shown = reader.read()
     assert (shown.pace, shown.step, shown.left) == (first, 7, 1)
     data = os.pread(reader._file, 1000, 0)
-    half = data[:64] + (2).to_bytes(8, sys.byteorder) + data[72:]  # the next one has begun
+    half = data[:72] + (2).to_bytes(8, sys.byteorder) + data[80:]  # the next one has begun
     assert parse_record(data).pace == first and parse_record(half).pace is None
     heartbeat.show(replace(first, number=2))
     assert reader.read().pace == replace(first, number=2)

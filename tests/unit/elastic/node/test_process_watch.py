@@ -32,8 +32,8 @@ FREEZE_TIMEOUT_S = 0.5
 WORKER = """
 import sys
 from health.heartbeat import Heartbeat
-from trainer.loop.phases import PHASES
-heartbeat = Heartbeat(lambda: 12)
+from trainer.loop.phases import COMPUTING, PHASES
+heartbeat = Heartbeat(lambda: 12, COMPUTING)
 {mark}
 print(heartbeat.fd, flush=True)
 sys.stdin.readline()
@@ -360,7 +360,10 @@ heartbeat.mark({step}, PHASES.index("{phase}")); time.sleep(0.5)
 """
     found = {}
     for step, phase in [(40, "reduce"), (40, "before_commit"), (40, "forward")]:
-        process, fd = start(step_by_step(steps.format(step=step, phase=phase)))
+        process, fd = start(
+            step_by_step(steps.format(step=step, phase=phase)),
+            'heartbeat.mark(4, PHASES.index("heal_target"))',
+        )
         watch = ProcessWatch(DEADLINE_S)
         watch.watch("w0", process.pid, fd)
         found[phase] = place_after(watch, process).bound
