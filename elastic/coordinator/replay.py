@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic.protocol import events
-from elastic.protocol.causes import LINK, NODE, PATH, PREEMPTION
+from elastic.protocol.causes import CRASH, LINK, NODE, PATH, PREEMPTION, RAY_NODE
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import last_step
 from trainer.loop.samples import Skip, Skips
 
 _Event = TypeVar("_Event")
+
+_ENDED = (CRASH, PREEMPTION, RAY_NODE)
+"""Causes of whom the process has been seen to end, or has left, or went with its node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +29,7 @@ class Replay:
     lost: frozenset[str]
     """Those that were, and the others go on without them."""
     written_off: Mapping[str, events.WorkerJoined]
-    """Those of them of which no roster has stood since."""
+    """Those of them that may live yet: no roster has stood since, and nobody has seen them end."""
     unheard: frozenset[str]
     """Those that were written off with their nodes, and no roster stood since: it may be the
     coordinator that was cut off."""
@@ -121,19 +124,21 @@ def _losses(
 ) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     """See `Replay.lost`, `Replay.unheard` and `Replay.written_off`. Who was unheard and spoke up
     has joined once more."""
-    lost, unheard, before = set[str](), set[str](), set[str]()
+    lost, unheard, ended = set[str](), set[str](), set[str]()
     for event in happened:
         if isinstance(event, events.WorkerLost):
             # Whose machine was to go may have left, and has no slot then.
             unseen = event.cause == NODE or (event.cause == PREEMPTION and event.slot is not None)
             (unheard if unseen else lost).add(event.worker)
+            if event.cause in _ENDED:
+                ended.add(event.worker)
         elif isinstance(event, events.WorkerJoined):
             unheard.discard(event.worker)
         elif isinstance(event, events.RegroupDone):
             lost |= unheard
             unheard.clear()
-            before = lost.copy()
-    return frozenset(lost), frozenset(unheard - lost), frozenset(lost - before)
+            ended |= lost
+    return frozenset(lost), frozenset(unheard - lost), frozenset(lost - ended)
 
 
 def replacements_begun(happened: Sequence[events.Event]) -> list[float]:

@@ -7,7 +7,7 @@ import pytest
 
 from elastic.coordinator.replay import Replay, replacements_begun, replay
 from elastic.protocol import events
-from elastic.protocol.causes import CRASH, LINK, NODE, PATH, PREEMPTION, Cause
+from elastic.protocol.causes import CRASH, HANG, LINK, NODE, PATH, PREEMPTION, Cause
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog, present_start, read_events
 from health.verdict import Step
@@ -99,6 +99,7 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
         ([joined("c")], {"b"}, {"d"}),
         ([regrouped(3.0, 2, 4, "repeat")], {"b", "c", "d"}, set()),
         ([lost("c", CRASH)], {"b", "c"}, {"d"}),
+        ([lost("a", HANG)], {"a", "b"}, {"c", "d"}),
         ([lost("a", PREEMPTION, slot="r0")], {"b"}, {"a", "c", "d"}),  # its machine was to go
         ([lost("a", PREEMPTION)], {"a", "b"}, {"c", "d"}),  # and it had left
     ],
@@ -110,8 +111,8 @@ def test_whom_a_coordinator_did_not_hear_is_lost_when_others_go_on_without(
     losses = [lost("b"), lost("c", NODE), lost("d", NODE)]
     known = replay_of(write(tmp_path, [*happened, *losses, *since], []), 0)
     assert known.lost == is_lost and known.unheard == unheard
-    stood = any(isinstance(event, events.RegroupDone) for event in since)
-    assert known.written_off.keys() == (set() if stood else is_lost), "they may live yet"
+    hung = {event.worker for event in since if getattr(event, "cause", "") == HANG}
+    assert known.written_off.keys() == hung, "nobody has seen it end"
     assert known.workers.keys() == set("abcd") - is_lost
 
 
