@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,12 @@ def test_a_worker_that_loops_in_an_evaluation_is_ended(cluster: None, tmp_path: 
     assert (result.metrics["outcome"], result.metrics["lost_steps"]) == ("finished", 0)
     events = read_events(tmp_path / "run" / "events.jsonl")
     (lost,) = [event for event in events if isinstance(event, WorkerLost)]
-    (fired,) = [event for event in events if isinstance(event, FaultFired)]
+    assert [event for event in events if isinstance(event, FaultFired)]
     assert (lost.cause, lost.slot) == ("hang", "replica 1 shard 0 tensor 0")
-    assert "in phase evaluation of step 10, where 2.0 s are long" in lost.detail
-    assert lost.time - fired.time < 4.0
+    (stood,) = re.findall(
+        r"for (\S+) s in phase evaluation of step 10, where 2.0 s are", lost.detail
+    )
+    assert float(stood) < 3.0, "of time in which it had a core: other tests may want that, too"
 
 
 def test_nobody_is_accused_in_a_run_without_fault(
