@@ -120,16 +120,16 @@ def _find(options: argparse.Namespace) -> Any:
     Raises:
         ConfigError: no such run is going on there.
     """
+    from elastic.driver.running import find_run, may_be_going_on
+
     paths = paths_of(options)
     try:
         join(options.address)
     except ConfigError as error:
         # Where its records say that there is no such run, no address will find it.
-        if paths.events.exists() and not isinstance(last_event(paths.events), RunEnded):
+        if may_be_going_on(paths):
             raise
         raise _not_going_on(options.run, paths) from error
-    from elastic.driver.running import find_run
-
     run = find_run(paths, looks_only=True)
     if run is None:
         raise _not_going_on(options.run, paths)

@@ -505,9 +505,7 @@ class Coordinator(CoordinatorApi):
     ) -> None:
         membership = self._membership
         given_up = generation is not None and (
-            generation != membership.roster.generation
-            or membership.progress.going_back
-            or self._retreat.under_way
+            generation != membership.roster.generation or self._retreat.under_way
         )
         if worker is None or (worker in membership.members and not given_up):
             await self._dispatcher.stop(error, cause)

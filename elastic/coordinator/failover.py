@@ -116,12 +116,13 @@ class Failover:
         that do not speak up. Nothing is decided before the nodes have said what they hold: the run
         might go back further than it must."""
         # Those just written off may live: the signal that was to end them may not have been sent.
-        joins = {**self._replayed.workers, **self._replayed.written_off}
-        for worker in (self._missing | self._replayed.written_off.keys()) - self._standings.keys():
-            joined = joins[worker]
+        missing = [self._replayed.workers[worker] for worker in self._missing]
+        for joined in (*missing, *self._replayed.written_off.values()):
+            if joined.worker in self._standings:
+                continue
             self._workers.watch(
                 Identity(
-                    worker=worker,
+                    worker=joined.worker,
                     rank=_SEAT_UNKNOWN,
                     node=joined.node,
                     pid=joined.pid,

@@ -74,8 +74,8 @@ class Retreat:
 
     @property
     def under_way(self) -> bool:
-        """Whether the run is about to go back: what is done meanwhile will be given up."""
-        return self._going > 0
+        """Whether the run goes back, or is about to: what is done meanwhile is given up."""
+        return self._going > 0 or self._membership.progress.going_back
 
     async def _go_back(self, at_most: int, reason: str, skip: Skip | None) -> None:
         try:

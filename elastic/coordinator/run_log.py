@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from elastic.coordinator.config import CoordinatorConfig
-from elastic.coordinator.save_wish import is_cut_off
 from elastic.membership.decisions import Effects, Regrouped
 from elastic.membership.machine import Membership
 from elastic.protocol import events
@@ -319,8 +318,21 @@ def _regroup_done(now: float, regrouped: Regrouped, every_steps: int | None) -> 
         outcome=regrouped.outcome,
         lost_steps=regrouped.lost_steps,
         repeated_steps=int(regrouped.outcome == "repeat"),
-        save_cut_off=is_cut_off(regrouped, every_steps),
+        save_cut_off=_is_cut_off(regrouped, every_steps),
     )
+
+
+def _is_cut_off(regrouped: Regrouped, every_steps: int | None) -> bool:
+    """Whether a regroup came between those who saw a commit, and began the checkpoint that was due
+    there, and the others: what they have begun will lack parts.
+
+    Args:
+        regrouped: the new roster.
+        every_steps: how often a checkpoint is due; None: not by the number of steps.
+    """
+    saving, step = regrouped.saving, regrouped.step
+    due = saving.wanted or (every_steps is not None and step % every_steps == 0)
+    return regrouped.outcome == "finish_step" and due and "store" not in saving.busy
 
 
 def _below_minimum(now: float, membership: Membership, missing: int) -> events.BelowMinimum:

@@ -5,25 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from elastic.membership.decisions import Regrouped
 from elastic.membership.machine import Membership
 from elastic.protocol.events import Event, RegroupDone
 
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 30.0, 1800.0
 """After a save that failed, before the last copies ask again: each time twice as long."""
-
-
-def is_cut_off(regrouped: Regrouped, every_steps: int | None) -> bool:
-    """Whether a regroup came between those who saw a commit, and began the checkpoint that was due
-    there, and the others: what they have begun will lack parts.
-
-    Args:
-        regrouped: the new roster.
-        every_steps: how often a checkpoint is due; None: not by the number of steps.
-    """
-    saving, step = regrouped.saving, regrouped.step
-    due = saving.wanted or (every_steps is not None and step % every_steps == 0)
-    return regrouped.outcome == "finish_step" and due and "store" not in saving.busy
 
 
 class SaveWish:
@@ -59,8 +45,8 @@ class SaveWish:
         return self._now_s() >= self._again_s
 
     def hear(self, event: Event) -> None:
-        """Of all that happens: a regroup may have cut a checkpoint off, see `is_cut_off`; once the
-        run has gone back nothing of before is wanted any more."""
+        """Of all that happens: a regroup may have cut a checkpoint off; once the run has gone back
+        nothing of before is wanted any more."""
         if not isinstance(event, RegroupDone):
             return
         if event.save_cut_off:

@@ -47,7 +47,7 @@ from trainer.engine.host_copy import HostBuffer
 from trainer.engine.names import PARAMETERS
 from trainer.engine.shared_copy import open_copy
 from trainer.loop.clock import OwnTimes, StepTimes
-from trainer.loop.link import LoopConfig, Progress
+from trainer.loop.link import Link, LoopConfig, Progress
 from trainer.loop.steps import TrainLoop
 from trainer.parallel.compiled import keep_compiled
 from trainer.parallel.layout import Slot
@@ -215,6 +215,37 @@ def make_engine(
     )
     engine.initialize()
     return engine
+
+
+def make_lone_loop(
+    rendezvous: Rendezvous,
+    engine: Engine,
+    link: Link,
+    *,
+    until: int,
+    save_every: int | None = None,
+    **more: Any,
+) -> TrainLoop:
+    """The steps of a worker alone, which has both lanes. Whoever makes it closes its `cross`.
+
+    Args:
+        rendezvous: of the engine.
+        engine: the worker's.
+        link: of the loop.
+        until: steps of the run.
+        save_every: see `LoopConfig`.
+        more: goes to `TrainLoop`.
+    """
+    config = LoopConfig(
+        lanes=2, save_every=save_every, compare_every=None, max_nonfinite_steps=1, until=until
+    )
+    cross = FabricGroup(
+        GLOO, rendezvous, "cross", lanes=[(0, 1)], total_lanes=2, rank=0, leave_now=lambda: False
+    )
+    sums = engine.make_sums(2, 1)
+    return TrainLoop(
+        engine, cross, sums, lanes=(0, 1), progress=Progress(), config=config, link=link, **more
+    )
 
 
 def train_in_one_replica(

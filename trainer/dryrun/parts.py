@@ -73,7 +73,6 @@ class DryEngine(Engine):
 
     def collect_in(self, flat: torch.Tensor) -> None:
         """See Engine. Views will do where there are no numbers to be put elsewhere."""
-        self._lane = flat
         self._watch.offer([flat[start:end] for start, end in pairwise(self.layout.group_ends)])
 
     def _take_group(self, group: int) -> None:

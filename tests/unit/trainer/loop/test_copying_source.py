@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.data_plane import make_engine
+from tests.support.data_plane import make_engine, make_lone_loop
 from tests.support.healing import DEADLINE_S
 from tests.support.member import small_task, small_train
 from tests.support.quiet_link import QuietLink
@@ -18,14 +18,12 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.engine.host_copy import HostBuffer
 from trainer.loop.clock import Part
-from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.phases import Phase
 from trainer.loop.steps import TrainLoop
 from trainer.recovery.heal_source import Source
 from trainer.recovery.heal_wire import Meeting
 from trainer.recovery.staging import Stage
 from trainer.recovery.state_blocks import Block
-from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Place
 
 STEPS = 2
@@ -75,27 +73,9 @@ def make_loop(
     """Of a worker alone."""
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     engine = make_engine(0, meet, small_task(), small_train(STEPS), replicas=1)
-    cross = CrossGroup(
-        meet, "cross", lanes=[(0, 1)], total_lanes=2, rank=0, device="cpu",
-        leave_now=lambda: False,
-    )  # fmt: skip
     meeting = Meeting(rendezvous=meet, prefix="heal", secret=b"secret", newcomers=1)
-    return TrainLoop(
-        engine,
-        cross,
-        engine.make_sums(2, 1),
-        lanes=(0, 1),
-        progress=Progress(),
-        config=LoopConfig(
-            lanes=2,
-            save_every=save_every,
-            compare_every=None,
-            max_nonfinite_steps=1,
-            until=STEPS,
-        ),
-        link=link,
-        source=Source(engine, 0, meeting) if heals else None,
-    )
+    source = Source(engine, 0, meeting) if heals else None
+    return make_lone_loop(meet, engine, link, until=STEPS, save_every=save_every, source=source)
 
 
 def test_it_is_not_in_its_optimizer_while_its_state_is_copied(

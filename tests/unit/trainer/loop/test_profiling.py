@@ -14,17 +14,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.support.data_plane import make_engine
+from tests.support.data_plane import make_engine, make_lone_loop
 from tests.support.member import small_task, small_train
 from tests.support.quiet_link import QuietLink
 from trainer.backend.rendezvous import Rendezvous
 from trainer.config import Steps, TrainConfig
 from trainer.errors import ConfigError
-from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.phases import Phase
 from trainer.loop.profiling import MOST_OPERATORS, Profile, StepProfiler, attention_kernels
 from trainer.loop.steps import TrainLoop
-from trainer.replication.replicas import CrossGroup
 
 
 def profiler(folder: Path, told: list[Profile], worker: str = "w0") -> StepProfiler:
@@ -123,27 +121,16 @@ def make_loop(port: int, tmp_path: Path) -> Iterator[Callable[[Watching, Steps],
     task = replace(small_task(), eval_dataset=small_task().dataset[:4])
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=60)
     engine = make_engine(0, meet, task, replace(small_train(4), eval_every=1), replicas=1)
-    cross = CrossGroup(
-        meet, "cross", lanes=[(0, 1)], total_lanes=2, rank=0, device="cpu",
-        leave_now=lambda: False,
-    )  # fmt: skip
+    loops: list[TrainLoop] = []
 
     def make(link: Watching, steps: Steps) -> TrainLoop:
-        return TrainLoop(
-            engine,
-            cross,
-            engine.make_sums(2, 1),
-            lanes=(0, 1),
-            progress=Progress(),
-            config=LoopConfig(
-                lanes=2, save_every=None, compare_every=None, max_nonfinite_steps=1, until=4
-            ),
-            link=link,
-            profiler=StepProfiler(steps, tmp_path, "w0", on_cuda=False, tell=link.profiled),
-        )
+        profiler = StepProfiler(steps, tmp_path, "w0", on_cuda=False, tell=link.profiled)
+        loops.append(make_lone_loop(meet, engine, link, until=4, profiler=profiler))
+        return loops[-1]
 
     yield make
-    cross.close()
+    for loop in loops:
+        loop.cross.close()
 
 
 def test_a_profile_ends_with_its_last_step_before_what_is_due_after_it(
