@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.parallel.compiled import ROW, as_rows, compile_function
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 _AT_ONCE = 1 << 24
@@ -32,10 +34,7 @@ them it would wait for the host."""
 _TOGETHER = 1 << 16
 """Parameters with fewer numbers are updated together, for the same reason, in a copy."""
 
-_ROW = 16
-"""Numbers: what Triton's vector loads need to divide a size."""
-
-_LEAST = 2 * _ROW
+_LEAST = 2 * ROW
 """Numbers that a compiled update has at least: torch.compile makes another graph for one row. So it
 has one graph for all sizes, which a trial on small tensors has seen, and no tail that may round
 otherwise."""
@@ -110,9 +109,9 @@ class RoundedAdamW(torch.optim.Optimizer):
         small: list[Piece] = []
         for *numbers, _ in self._pieces(group["params"], _COMPILED_AT_ONCE):
             size = numbers[0].numel()
-            end = size // _ROW * _ROW if size >= _TOGETHER else 0
+            end = size // ROW * ROW if size >= _TOGETHER else 0
             if end:
-                update(*(_rows(tensor[:end]) for tensor in numbers), *settings)
+                update(*(as_rows(tensor[:end]) for tensor in numbers), *settings)
             if end < size:
                 small.append(tuple(tensor[end:] for tensor in numbers))
         for together in _batches(small):
@@ -129,7 +128,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         """Those of one batch, in a copy."""
         columns = [list(column) for column in zip(*pieces, strict=True)]
         padded = [_padded(column) for column in columns]
-        update(*map(_rows, padded), *settings)
+        update(*map(as_rows, padded), *settings)
         sizes = [tensor.numel() for tensor in columns[0]]
         for number in (0, 2, 3):  # the gradients are what they were
             whole = padded[number][: sum(sizes)]
@@ -260,27 +259,16 @@ def update(
     second.copy_(square)
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat tensor, for a kernel of any size: that `_ROW` divides it is in the kernel, which then
-    loads as many numbers at once as the device can. Otherwise it would load each by itself. `data`,
-    as a graph depends on what a view is of."""
-    rows = tensor.view(-1, _ROW).data
-    torch._dynamo.mark_static(rows, 1)
-    return rows
-
-
 def _padded(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A copy of them, one after the other, with zeros behind that fill its rows."""
     size = sum(tensor.numel() for tensor in tensors)
-    filled = max(_LEAST, -(-size // _ROW) * _ROW)
+    filled = max(_LEAST, -(-size // ROW) * ROW)
     return torch.cat([*tensors, tensors[0].new_zeros(filled - size)])
 
 
 @cache
 def _compiled_update(required: bool) -> Callable[..., Any]:
     """One in a process: an optimizer that is made anew finds its kernel."""
-    from trainer.parallel.compiled import compile_function
-
     return compile_function(
         "the update of bfloat16 state",
         update,

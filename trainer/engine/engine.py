@@ -47,6 +47,7 @@ from trainer.parallel.layout import Slot
 from trainer.parallel.mesh import ReplicaMesh
 from trainer.parallel.offload import Offload
 from trainer.parallel.two_level import TwoLevels
+from trainer.parallel.wide_sums import AddTo, add_wide, make_add
 from trainer.replication.buckets import BUCKET_BYTES
 from trainer.replication.lane_sums import LaneSums
 from trainer.replication.lanes import lane_buffers, plan_lane_buffers
@@ -124,7 +125,9 @@ class Engine:
             counted_elsewhere=self._elsewhere,
             bucket_bytes=train.bucket_bytes or BUCKET_BYTES[device],
         )
-        self._watch = BackwardWatch(self.model, slot.dims.fsdp, TwoLevels.of(slot.dims))
+        self._watch = BackwardWatch(
+            self.model, slot.dims.fsdp, TwoLevels.of(slot.dims), self._make_add()
+        )
         self.compiles_next = train.compile != "off"
         """Whether the next micro-batch is the model's first, in which its blocks are compiled."""
         self._lane = torch.empty(0)
@@ -164,6 +167,11 @@ class Engine:
     def _make_optimizer(self) -> SliceOptimizer:
         train = self.train_config
         return make_optimizer(train.optimizer, self._named_leaves, self.device, train.compile)
+
+    def _make_add(self) -> AddTo:
+        train = self.train_config
+        narrow = self.slot.dims.fsdp == 1 and train.precision == "bfloat16"
+        return make_add(train.compile, self.device) if narrow else add_wide
 
     def _make_state(self) -> WorkerState:
         frozen = {

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.parallel.lone_gradients import Pending, add_in_place
 from trainer.parallel.param_group import param_group
 from trainer.parallel.two_level import TwoLevels
+from trainer.parallel.wide_sums import AddTo, add_wide
 
 
 def groups_in_backward_order(model: nn.Module) -> list[list[nn.Parameter]]:
@@ -123,9 +124,16 @@ class BackwardWatch:
         model: the whole model; its modules' all-reduce hooks and reduce-scatters are taken.
         ranks: that it is sharded over.
         levels: over which gradients are scattered; None: in one.
+        add: adds a later micro-batch's, where there is nothing to scatter.
     """
 
-    def __init__(self, model: nn.Module, ranks: int, levels: TwoLevels | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: int,
+        levels: TwoLevels | None = None,
+        add: AddTo = add_wide,
+    ) -> None:
         modules = _watched(model)
         self._groups = [param_group(module) for module in modules]
         self._memories = [_GroupMemory(levels) for _ in modules]
@@ -145,7 +153,7 @@ class BackwardWatch:
                 fsdp.set_reduce_scatter_unused_params(True, recurse=False)
             group, memory = self._groups[index], self._memories[index]
             if ranks == 1 and group is not None:
-                add_in_place(group, memory, partial(self._advance, index), self._pending)
+                add_in_place(group, memory, partial(self._advance, index), self._pending, add)
         for param in model.parameters():
             if param.requires_grad:
                 cast(Any, param).grad_dtype = torch.float32

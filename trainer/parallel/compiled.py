@@ -44,6 +44,9 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """Names the directory of what torch.compile has made."""
 
 
+ROW = 16
+"""Numbers: what Triton's vector loads need to divide a size."""
+
 MESHES_IN_GRAPHS = "unsafe_treat_script_objects_as_zero_size"
 """A setting of torch's that has come with graphs which take the mesh of tensor ranks as an input.
 Its partition counts them as memory, which fails without it."""
@@ -112,6 +115,15 @@ def compile_function(
         budget=budget,
         backend=backend,
     )
+
+
+def as_rows(flat: torch.Tensor) -> torch.Tensor:
+    """A flat tensor, for a `dynamic` function: that `ROW` divides it is in the kernel, which then
+    loads as many numbers at once as the device can. Otherwise it would load each by itself. `data`,
+    as a graph depends on what a view is of."""
+    rows = flat.view(-1, ROW).data
+    torch._dynamo.mark_static(rows, 1)
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)

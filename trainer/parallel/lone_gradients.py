@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.parallel.apply import local_tensor
+from trainer.parallel.wide_sums import AddTo
 
 OF_GROUP = ("post_backward", "fsdp_params", "device_handle", "comm_ctx")
 OF_PARAM = ("unsharded_grad_data", "to_sharded_dtensor")
@@ -55,7 +56,9 @@ class Pending:
             self._streams.current_stream().wait_stream(self._stream)
 
 
-def add_in_place(group: Any, memory: Memory, reduced: Callable[[], None], pending: Pending) -> None:
+def add_in_place(
+    group: Any, memory: Memory, reduced: Callable[[], None], pending: Pending, add: AddTo
+) -> None:
     """Has FSDP2 find no gradients of a group that is sharded over one rank: they have been put in
     their places. Where a parameter has none yet and others do, or this torch lacks a name, all is
     left to FSDP2.
@@ -66,10 +69,11 @@ def add_in_place(group: Any, memory: Memory, reduced: Callable[[], None], pendin
         reduced: called afterwards, on the stream that they are put there on: that of FSDP2's
             all-reduce hook, in whose place it is. The computation does not wait for what it queues.
         pending: of all groups of the model, in turn.
+        add: adds what comes to what is there.
     """
     if _is_known(group):
         fsdp2 = group.post_backward
-        group.post_backward = partial(_post_backward, group, fsdp2, memory, reduced, pending)
+        group.post_backward = partial(_post_backward, group, fsdp2, memory, reduced, pending, add)
 
 
 def _is_known(group: Any) -> bool:
@@ -84,13 +88,14 @@ def _post_backward(
     memory: Memory,
     reduced: Callable[[], None],
     pending: Pending,
+    add: AddTo,
 ) -> None:
     """In place of the group's own. It may come again, without gradients."""
     params = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     if params and all(map(_has_gradient, params)):
         there = [param.sharded_param.grad is not None for param in params]
         if all(there) or not any(there):
-            _put(group, params, memory, reduced, pending, add=there[0])
+            _put(group, params, memory, reduced, pending, add if there[0] else None)
     fsdp2()
 
 
@@ -104,10 +109,9 @@ def _put(
     memory: Memory,
     reduced: Callable[[], None],
     pending: Pending,
-    *,
-    add: bool,
+    add: AddTo | None,
 ) -> None:
-    """What autograd has given, to where it is wanted, or to what is there."""
+    """What autograd has given, to where it is wanted, or added to what is there."""
     given = [param.unsharded_grad_data for param in params]
     for param in params:
         param._unsharded_param.grad = None
@@ -115,8 +119,8 @@ def _put(
     pending.settle()
     stream.wait_stream(streams.current_stream())
     with streams.stream(stream), torch.no_grad():
-        if add:
-            torch._foreach_add_([local_tensor(param.sharded_param.grad) for param in params], given)
+        if add is not None:
+            add([local_tensor(param.sharded_param.grad) for param in params], given)
         else:
             sizes = [piece.numel() for piece in given]
             if flat is None:
