@@ -1,7 +1,8 @@
 """Gradients that come in bfloat16, to where they are kept in float32.
 
-torch's own kernel for such a sum casts each number by itself, and moves 1.65 TB/s on an H200, where
-one that is compiled moves 4. The bits are the same: a cast to float32 is exact.
+torch's own kernel for such a sum casts each number by itself, and moves 2.8 TB/s on an H200, where
+one that is compiled moves 4.3 (beside backward 1.65 and 2.9). The bits are the same: a cast to
+float32 is exact.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 
 from trainer.parallel.compiled import ROW, Compile, as_rows, compile_function
 
-_LEAST = 1 << 16
-"""Numbers from which on a call of what is compiled, some 0.1 ms of the host's, is worth it."""
+_LEAST = 1 << 23
+"""Numbers in a sum that is compiled. A call takes 0.07 ms of the host, for which a device needs as
+many; torch's own takes all the others of a group in one call."""
 
 _ALIGNED = 16
 """Bytes: of what does not begin at a multiple, what is compiled takes a copy."""
@@ -45,7 +47,7 @@ def make_add(compiled: Compile, device: torch.device) -> AddTo:
     if compiled == "off":
         return add_wide
     add = _Compiled(required=compiled == "require")
-    sums = torch.zeros(2 * _LEAST, device=device)
+    sums = torch.zeros(_LEAST, device=device)
     add([sums], [torch.zeros_like(sums, dtype=torch.bfloat16)])
     return add
 

@@ -13,6 +13,12 @@ from trainer.parallel.wide_sums import add_wide, make_add
 LARGE = 1 << 16
 
 
+@pytest.fixture(autouse=True)
+def least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's are larger."""
+    monkeypatch.setattr(wide_sums, "_LEAST", LARGE)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of what is compiled: how many numbers each call adds."""
