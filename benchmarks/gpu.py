@@ -13,6 +13,8 @@
     6         on 1B: linear layers in 8 bits, with one scale for a tensor or for each row, as they
               are and compiled with `fast`, and Transformer Engine in bfloat16 and 8 bits, against
               bfloat16
+    7         kernels of 8B by themselves: products of its blocks, by each library that has them,
+              and sums of gradients
 
 All of a step is the same for all systems, and theirs alone: each runs in a process of its own, with
 the whole GPU, one after the other; the next round has another order. Numbers are medians over the
@@ -45,6 +47,7 @@ from typing import Any
 import torch
 
 from benchmarks._common import end_properly, plan_turns, print_result, say, show_table
+from benchmarks._gpu_alone import measure_alone
 from benchmarks._gpu_costs import measure_costs
 from benchmarks._gpu_loops import MEMORY, SYSTEMS, Skipped, Tell
 from benchmarks._gpu_models import (
@@ -354,6 +357,9 @@ def measure_part(part: int, options: argparse.Namespace) -> dict[str, Any]:
         return told | in_process(measure_costs, *arguments, limit_s=PART_S)
     if part == 5:
         return measure_recovery(device, repeats=1 if tiny else 3)
+    if part == 7:
+        size, tokens = ("tiny", 64) if tiny else ("8B", options.micro_tokens)
+        return {"size": size, "tokens": tokens, **in_process(measure_alone, size, tokens, device)}
     return measure_steps(part, options)
 
 
@@ -396,7 +402,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     nccl_settings.settle(os.environ)  # as in a worker; CUDA reads it once
     add, here = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
-    add("--part", type=int, nargs="+", choices=range(1, 7), help="only these (default: all)")
+    add("--part", type=int, nargs="+", choices=range(1, 8), help="only these (default: all)")
     add("--device", choices=["cpu", "cuda"], default=here, help=f"(default {here})")
     add("--tiny", action="store_true", default=here == "cpu", help="a model of some thousand")
     add("--steps", type=int, default=8, help="of each system in a round (default 8)")
@@ -443,7 +449,7 @@ def main() -> None:
     if options.tiny:
         # Threads would share what is too little for one, and wait for each other.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    parts = options.part or ([1, 4, 5, 6] if options.tiny else [1, 2, 3, 4, 5, 6])
+    parts = options.part or ([1, 4, 5, 6, 7] if options.tiny else [1, 2, 3, 4, 5, 6, 7])
     facts = in_process(machine, options.device)
     if "skipped" in facts:
         sys.exit(facts["skipped"])

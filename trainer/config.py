@@ -354,9 +354,9 @@ class TrainConfig:
     """`strict`: each worker computes the same bits from the same inputs, and an operator that
     cannot raises. `fast`: what is quickest, TF32 included. See the page on bits."""
     compile: Literal["off", "on", "require"] = "off"
-    """`on`: torch.compile makes kernels of each repeated block, of `CausalLM`'s loss, and of the
-    update of bfloat16 state; what it cannot take is computed as it is, on all workers, with a
-    warning. `require`: that ends the run. See the page on bits."""
+    """`on`: torch.compile makes kernels of each repeated block, of `CausalLM`'s loss, of the update
+    of bfloat16 state, and of sums of bfloat16 gradients where `shard` is 1; what it cannot take is
+    computed as it is, on all workers, with a warning. `require`: that ends the run. See the page on bits."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the sum over lanes and replicas. `bfloat16`: each lane's gradient and each
     sum in the tree are rounded to it, and half as much is sent between replicas."""

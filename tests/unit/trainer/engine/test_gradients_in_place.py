@@ -29,7 +29,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.engine import flat_layout
 from trainer.engine.engine import Engine
 from trainer.loop.compile_ahead import compile_ahead
-from trainer.parallel import backward, lone_gradients
+from trainer.parallel import backward, lone_gradients, wide_sums
 from trainer.parallel.apply import local_tensor
 from trainer.parallel.param_group import param_group
 from trainer.tasks.custom import CustomTask
@@ -203,6 +203,41 @@ def test_over_one_rank_a_later_gradient_is_added_as_it_comes(port: int) -> None:
             engine.backward(loss)
         buffers.append(taken(profiler, 4 * engine.layout.count))
     assert buffers == [1, 1, 1]
+
+
+def test_a_compiled_run_adds_by_a_kernel_of_its_own(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second and the third micro-batch's, with the bits that they would have without."""
+    task = CustomTask(build_model=Large, loss_function=loss_of, dataset=[0])
+    train = replace(task_of("all")[1], task=task, precision="bfloat16", compile="require")
+    batches = [torch.randn(1, 1024) for _ in range(3)]
+    make, added = wide_sums._compiled_add, list[int]()
+
+    def recorded(required: bool) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        add = make(required)
+
+        def call(sums: torch.Tensor, given: torch.Tensor) -> None:
+            added.append(sums.numel())
+            add(sums, given)
+
+        return call
+
+    def computed() -> torch.Tensor:
+        engine = make_engine(0, meet(port), task, train)
+        added.clear()
+        flat = torch.empty(engine.layout.count)
+        lane(engine, flat, batches)
+        leave_replica_group()
+        return flat
+
+    monkeypatch.setattr(wide_sums, "_compiled_add", recorded)
+    compiled = computed()
+    assert added == [1024 * 1024] * 2
+    monkeypatch.setattr(wide_sums, "_is_worth_it", lambda *_: False)
+    plain = computed()
+    assert not added
+    assert torch.equal(compiled, plain)
 
 
 @pytest.mark.parametrize("names", ["OF_GROUP", "OF_PARAM"])

@@ -10,13 +10,7 @@ import torch
 from trainer.parallel import wide_sums
 from trainer.parallel.wide_sums import add_wide, make_add
 
-LARGE = 1 << 16
-
-
-@pytest.fixture(autouse=True)
-def least(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's are larger."""
-    monkeypatch.setattr(wide_sums, "_LEAST", LARGE)
+LARGE = wide_sums._LEAST
 
 
 @pytest.fixture
