@@ -356,7 +356,8 @@ class TrainConfig:
     compile: Literal["off", "on", "require"] = "off"
     """`on`: torch.compile makes kernels of each repeated block, of `CausalLM`'s loss, of the update
     of bfloat16 state, and of sums of bfloat16 gradients where `shard` is 1; what it cannot take is
-    computed as it is, on all workers, with a warning. `require`: that ends the run. See the page on bits."""
+    computed as it is, on all workers, with a warning. `require`: that ends the run. See the page on
+    bits."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the sum over lanes and replicas. `bfloat16`: each lane's gradient and each
     sum in the tree are rounded to it, and half as much is sent between replicas."""
