@@ -31,7 +31,7 @@ from elastic.protocol import causes, events
 from elastic.protocol.roster import Replica, Roster
 from health.frozen import Sample, decide_frozen, observe
 from health.heartbeat import Record
-from health.laggards import Position, find_stuck
+from health.laggards import find_stuck
 from health.lease import decide_lost_nodes
 from health.pace import Pace
 from health.progress import SOON, Place, Standstill, bound_s, find_standstill
@@ -319,12 +319,8 @@ def _place(worker: str, scene: Scene, still_s: float, mates_phase: str) -> Place
 def _does_not_come(scene: Scene) -> None:
     """All were called, and the victim stays where it is."""
     bound = _HEALTH.regroup_timeout_s
-    positions: dict[str, Position | None] = {
-        scene.victim: Position(
-            phase="reduce of step 9", in_phase_s=bound + 1, waits=True, collectives=12
-        )
-    }
-    stuck, _ = find_stuck(positions, bound)
+    place = replace(_place(scene.victim, scene, bound + 1, "reduce"), waits=True)
+    stuck, _ = find_stuck({scene.victim: place}, bound)
     for worker in stuck:
         detail = f"did not regroup in {bound:g} s (health.regroup_timeout_s): in reduce of step 9"
         scene.lose(worker, causes.HANG, detail)

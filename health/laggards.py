@@ -9,25 +9,12 @@ has begun more of them than a mate that does not come either.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a worker is in its work."""
-
-    phase: str
-    """The phase it is in, with its step."""
-    in_phase_s: float
-    """How long it has been in it, in seconds."""
-    waits: bool
-    """It is a phase in which it waits for workers of other replicas."""
-    collectives: int
-    """Collectives that it has begun with the others of its replica; 0 where it has left them."""
+from health.progress import Place
 
 
 def find_stuck(
-    positions: Mapping[str, Position | None],
+    places: Mapping[str, Place | None],
     timeout_s: float,
     *,
     replicas: Iterable[Iterable[str]] = (),
@@ -38,20 +25,20 @@ def find_stuck(
     do not wait for anybody are to blame; where there is no such one, all who do not wait for mates.
 
     Args:
-        positions: worker -> where it is; None where nobody can tell.
+        places: worker -> where it is; None where nobody can tell.
         timeout_s: how long one phase may take.
         replicas: workers, of whom each has begun collectives with the others.
 
     Returns:
         Those who are stuck, and otherwise the seconds to wait before the next look.
     """
-    in_phase_s = [timeout_s if p is None else p.in_phase_s for p in positions.values()]
+    in_phase_s = [timeout_s if p is None else p.in_phase_s for p in places.values()]
     left_s = max((timeout_s - seconds for seconds in in_phase_s), default=0.0)
     if left_s > 0:
         return [], left_s
-    left = dict(positions)
+    left = dict(places)
     for replica in replicas:
-        begun = {w: p.collectives for w in replica if (p := positions.get(w)) and p.collectives}
+        begun = {w: p.collectives for w in replica if (p := places.get(w)) and p.collectives}
         for worker, count in begun.items():
             if count > min(begun.values()):
                 del left[worker]  # it waits for a mate

@@ -35,7 +35,6 @@ from elastic.protocol.events import WorkerJoined
 from elastic.protocol.messages import Evidence, Helper, Identity
 from elastic.protocol.rpc import RETRY_S, Remote
 from elastic.ray_compat.cluster import raylet_of, start_actor
-from health.laggards import Position
 from health.lease import AwakeClock, decide_hopeless, decide_lost_nodes
 from health.progress import Place
 from trainer.backend.link_exchange import Address
@@ -229,14 +228,11 @@ class NodeAgents:
         except RayError as error:
             log.warning("signal %d does not reach %s: %s", number, identity.worker, error)
 
-    async def position(self, identity: Identity) -> Position | None:
-        """Where a worker is in its work; None where its node's agent does not say."""
-        asked = self._ask(identity.node, NodeAgent.position, identity.worker)
-        return await _within(START_S, asked)
-
-    async def places(self, nodes: Iterable[str]) -> dict[str, Place | None]:
-        """Where all workers of `nodes` are in their steps, as far as the agents say."""
-        return await _all_of(self._ask(node, NodeAgent.places) for node in nodes)
+    async def places(
+        self, nodes: Iterable[str], within_s: float = ANSWER_S
+    ) -> dict[str, Place | None]:
+        """Where all workers of `nodes` are in their work, as far as the agents say in time."""
+        return await _all_of((self._ask(node, NodeAgent.places) for node in nodes), within_s)
 
     async def evidence(self, identities: Iterable[Identity]) -> dict[str, Evidence]:
         """What is found of workers, as far as the agents say."""
@@ -393,9 +389,10 @@ async def _within(seconds: float, asked: Coroutine[Any, Any, _Answer | None]) ->
 
 async def _all_of(
     asked: Iterable[Coroutine[Any, Any, Mapping[str, _Answer] | None]],
+    within_s: float = ANSWER_S,
 ) -> dict[str, _Answer]:
     """What several agents say, each of its own workers; of those that do not answer nothing."""
-    answers = await asyncio.gather(*(_within(ANSWER_S, one) for one in asked))
+    answers = await asyncio.gather(*(_within(within_s, one) for one in asked))
     return {worker: answer for some in answers if some for worker, answer in some.items()}
 
 

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Mapping, Set
 
-from elastic.coordinator.agents import NodeAgents
+from elastic.coordinator.agents import START_S, NodeAgents
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
@@ -269,14 +269,15 @@ class Workers:
             if answered_s < timeout_s:  # they may wait for answers that wait for the storage
                 pause_s = timeout_s - answered_s
                 continue
-            found = await asyncio.gather(*map(self._agents.position, laggards))
-            positions = dict(zip((one.worker for one in laggards), found, strict=True))
+            # Of whom nobody can tell is ended, so an agent that has ended has time to be replaced.
+            told = await self._agents.places({one.node for one in laggards}, START_S)
+            places = {one.worker: told.get(one.worker) for one in laggards}
             groups = self._membership.roster.groups
-            stuck, pause_s = find_stuck(positions, timeout_s, replicas=groups)
+            stuck, pause_s = find_stuck(places, timeout_s, replicas=groups)
             for worker in stuck:
                 detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
-                if (position := positions[worker]) is not None:
-                    detail += f": for {position.in_phase_s:.0f} s in {position.phase}"
+                if (place := places[worker]) is not None:
+                    detail += f": for {place.in_phase_s:.0f} s in {place.phase}"
                 await self.kill(worker, HANG, detail)
             pause_s = pause_s or timeout_s  # others may have waited for these, and are to come
 

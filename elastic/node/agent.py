@@ -58,7 +58,6 @@ from elastic.providers.node_watches import start_watches
 from elastic.providers.tell import tell_coordinator
 from elastic.ray_compat.cluster import drain_node
 from elastic.reporting.outputs import read_files
-from health.laggards import Position
 from health.lease import AwakeClock, Reach, decide_cut_off, decide_gone
 from health.progress import Place
 from health.reading import Reading
@@ -218,12 +217,8 @@ class NodeAgent:
         self.watch(identity)
         self._processes.signal(identity.worker, number)
 
-    def position(self, worker: str) -> Position | None:
-        """Where a worker of this node is in its work; None where that is not known."""
-        return self._processes.position(worker)
-
     def places(self) -> dict[str, Place | None]:
-        """Where the workers of this node are in their steps."""
+        """Where the workers of this node are in their work."""
         return self._processes.places()
 
     def evidence(self, workers: Sequence[str]) -> dict[str, Evidence]:

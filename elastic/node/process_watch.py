@@ -31,7 +31,6 @@ from health.answers import Doors, ask_process
 from health.flight import latest_of
 from health.frozen import STOPPED, History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
-from health.laggards import Position
 from health.log_tail import read_last
 from health.pace import Pace
 from health.process import describe_exit, is_ending, read_born_ticks, read_starved_s, read_state
@@ -259,22 +258,8 @@ class ProcessWatch:
         """The process of `worker`, with its pidfd; none where it has ended, or is not watched."""
         return [found for found in self._processes.items() if found[1].worker == worker]
 
-    def position(self, worker: str) -> Position | None:
-        """Where a worker is in its work, by its heartbeat; None where that is not known."""
-        with self._lock:
-            heartbeat = next((process.heartbeat for _, process in self._of(worker)), None)
-            record = None if heartbeat is None else heartbeat.read()
-        if record is None or record.serial == 0:
-            return None
-        return Position(
-            phase=_phase_of(record),
-            in_phase_s=time.monotonic() - record.phase_s,
-            waits=record.phase in _WAITING,
-            collectives=record.collectives,
-        )
-
     def places(self) -> dict[str, Place | None]:
-        """Where the workers are in their steps."""
+        """Where the workers are in their work; None of one of which that is not known."""
         with self._lock:
             return {p.worker: p.place() for p in self._processes.values()}
 

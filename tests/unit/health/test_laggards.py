@@ -2,17 +2,26 @@ from __future__ import annotations
 
 import pytest
 
-from health.laggards import Position, find_stuck
+from health.laggards import find_stuck
+from health.progress import Place
 
 TIMEOUT_S = 10.0
 
 
-def at(phase: str, in_phase_s: float, begun: int = 40) -> Position:
-    return Position(phase=phase, in_phase_s=in_phase_s, waits=phase == "reduce", collectives=begun)
+def at(phase: str, in_phase_s: float, begun: int = 40) -> Place:
+    return Place(
+        mark=1,
+        phase=phase,
+        in_phase_s=in_phase_s,
+        bound="pace",
+        waits=phase == "reduce",
+        collectives=begun,
+        longest_s=0.0,
+    )
 
 
 @pytest.mark.parametrize(
-    ("positions", "stuck", "left_s"),
+    ("places", "stuck", "left_s"),
     [
         ({}, [], 0.0),
         ({"a": None}, ["a"], 0.0),  # its node's agent is gone
@@ -24,14 +33,12 @@ def at(phase: str, in_phase_s: float, begun: int = 40) -> Position:
         ({"a": None, "b": at("reduce", 50.0)}, ["a"], 0.0),
     ],
 )
-def test_who_is_stuck(
-    positions: dict[str, Position | None], stuck: list[str], left_s: float
-) -> None:
-    assert find_stuck(positions, TIMEOUT_S) == (stuck, left_s)
+def test_who_is_stuck(places: dict[str, Place | None], stuck: list[str], left_s: float) -> None:
+    assert find_stuck(places, TIMEOUT_S) == (stuck, left_s)
 
 
 @pytest.mark.parametrize(
-    ("positions", "stuck"),
+    ("places", "stuck"),
     [
         ({"a": at("forward", 60.0, 41), "b": at("forward", 60.0)}, ["b"]),
         ({"a": at("forward", 60.0), "b": at("forward", 60.0)}, ["a", "b"]),
@@ -45,8 +52,8 @@ def test_who_is_stuck(
     ],
 )
 def test_who_waits_for_a_mate_is_not_stuck(
-    positions: dict[str, Position | None], stuck: list[str]
+    places: dict[str, Place | None], stuck: list[str]
 ) -> None:
     """Of a replica, who has begun more collectives is in one that the mate has yet to enter."""
-    found, left_s = find_stuck(positions, TIMEOUT_S, replicas=[("a", "b"), ("c", "d")])
+    found, left_s = find_stuck(places, TIMEOUT_S, replicas=[("a", "b"), ("c", "d")])
     assert (found, left_s) == (stuck, 0.0)

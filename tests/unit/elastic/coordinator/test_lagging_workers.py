@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +13,40 @@ import pytest
 from elastic.config import HealthConfig
 from elastic.coordinator import run_log
 from elastic.protocol import events
-from elastic.protocol.messages import Identity
 from elastic.reporting.event_log import EventLog
-from health.laggards import Position
+from health.progress import Place
 from tests.support.coordinator_desk import Agents, CoordinatorDesk
 
 PATIENCE_S = 10.0
 
 
-class Positions(Agents):
+class Places(Agents):
     """Know where the workers are, too."""
 
     def __init__(self, waits: dict[str, bool], begun: dict[str, int] | None = None) -> None:
         super().__init__()
         self._waits, self._begun = waits, begun or {}
 
-    async def position(self, identity: Identity) -> Position:
-        return Position(
-            phase="forward",
-            in_phase_s=400.0,
-            waits=self._waits[identity.worker],
-            collectives=self._begun.get(identity.worker, 0),
-        )
+    async def places(self, nodes: Iterable[str], within_s: float = 0.0) -> dict[str, Place | None]:
+        return {
+            worker: Place(
+                mark=1,
+                phase="forward",
+                in_phase_s=400.0,
+                bound="pace",
+                waits=waits,
+                collectives=self._begun.get(worker, 0),
+                longest_s=0.0,
+            )
+            for worker, waits in self._waits.items()
+        }
 
 
 def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
     tmp_path: Path,
 ) -> None:
     desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=1.0))
-    agents = Positions({"a": False, "b": True})
+    agents = Places({"a": False, "b": True})
     stand_in: Any = agents
     desk.workers._agents = stand_in
     calls = desk.membership.calls
@@ -62,7 +68,7 @@ def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
 def test_of_a_replica_that_does_not_come_who_waits_for_its_mate_is_spared(tmp_path: Path) -> None:
     """It comes when that has ended. In another replica the same number says nothing."""
     desk = CoordinatorDesk(tmp_path, each=2, health=HealthConfig(regroup_timeout_s=0.2))
-    agents = Positions(dict.fromkeys("abc", False), {"a": 41, "b": 40, "c": 41})
+    agents = Places(dict.fromkeys("abc", False), {"a": 41, "b": 40, "c": 41})
     stand_in: Any = agents
     desk.workers._agents = stand_in
     calls = desk.membership.calls
@@ -84,7 +90,7 @@ def test_nobody_is_ended_while_answers_wait_for_the_storage(
 ) -> None:
     """They wait for what they were answered, and have not heard: it was every worker of the run."""
     desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2))
-    agents, answers = Positions({"a": False, "b": True}), threading.Event()
+    agents, answers = Places({"a": False, "b": True}), threading.Event()
     stand_in: Any = agents
     desk.workers._agents = stand_in
     monkeypatch.setattr(run_log, "_HELD_BACK_S", 0.1)

@@ -196,10 +196,10 @@ def test_a_process_that_is_watched_twice_is_reported_once(start: Start) -> None:
     watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
     born = read_born_ticks(process.pid)
     watch.watch("w0", process.pid, None, born)
-    assert watch.position("w0") is None
+    assert watch.places() == {"w0": None}
     for heartbeat in (fd, fd, None):
         watch.watch("w0", process.pid, heartbeat, born)
-    assert watch.position("w0") is not None
+    assert watch.places()["w0"] is not None
     watch.watch("w0", process.pid, fd, born, logs=("its output",))
     assert watch.states()[0].logs == ("its output",), "the records know its heartbeat alone"
     process.kill()
@@ -226,7 +226,7 @@ def test_a_heartbeat_that_cannot_be_opened_is_told_of_once(
     (told,) = caplog.messages
     assert f"the heartbeat of w0, process {process.pid}, cannot be opened: [Errno 2]" in told
     watch.watch("w0", process.pid, fd)
-    assert watch.position("w0") is not None and len(caplog.messages) == 1
+    assert watch.places()["w0"] is not None and len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("heartbeat", [True, False])
@@ -274,9 +274,9 @@ def test_a_frozen_process_is_killed_though_its_output_cannot_be_read(
 def test_where_a_worker_is_in_its_work(start: Start) -> None:
     watch = ProcessWatch(FREEZE_TIMEOUT_S)
     process, fd = start("")
-    assert watch.position("w1") is None
+    assert not watch.places()
     watch.watch("w1", process.pid, fd)
-    first, second = watch.position("w1"), watch.position("w1")
+    first, second = watch.places()["w1"], watch.places()["w1"]
     assert first is not None and second is not None
     assert (first.phase, first.collectives) == ("phase backward of step 4", 12)
     assert 0 < first.in_phase_s < second.in_phase_s < DEADLINE_S
