@@ -86,7 +86,7 @@ class Snapshots(Pace):
         share = engine.state.share(0, 1)
         if self.buffer is None:
             self.size_bytes = share.size_bytes
-            self.buffer = HostBuffer(share.size_bytes, share.device)
+            self.buffer = HostBuffer(share.size_bytes, engine.device)
         engine.state.copy_to(self.buffer, share)
 
 

@@ -252,7 +252,7 @@ def test_a_copy_restores_the_bits_that_were_copied(
     engine.apply(0, scale=1.0)
     saved = engine.state.digest()
     share = engine.state.share(0, 1)
-    buffer = HostBuffer(share.size_bytes, share.device)
+    buffer = HostBuffer(share.size_bytes, engine.device)
     copy = engine.state.copy_to(buffer, share)
     engine.gradient.normal_()
     engine.apply(1, scale=1.0)

@@ -25,7 +25,7 @@ def hold(port: int, fabric: Fabric, store: dist.TCPStore) -> None:
     whole = hashlib.sha256()
     for tensor in share.tensors:
         whole.update(tensor.cpu().numpy().tobytes())
-    buffer = HostBuffer(share.size_bytes, share.device)
+    buffer = HostBuffer(share.size_bytes, engine.device)
     copy = engine.state.copy_to(buffer, share)
     engine.gradient.normal_()
     engine.apply(0, scale=1.0)

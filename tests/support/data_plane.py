@@ -96,7 +96,7 @@ class SavingLink(QuietLink):
             return
         share = engine.state.share(engine.slot.replica, self.replicas)
         store: Any = DictStore()
-        buffer = HostBuffer(share.size_bytes, share.device)
+        buffer = HostBuffer(share.size_bytes, engine.device)
         engine.state.copy_to(buffer, share).wait()
         rank = engine.slot.replica * engine.train_config.parallel.workers + engine.rank
         with open_copy(os.getpid(), buffer.fd, buffer.number) as memory:

@@ -110,7 +110,7 @@ def slices(step: int) -> tuple[TensorSlice, ...]:
 def worker(said: Connection, step: int) -> None:
     """Copies the state of `step`, says where that is, and holds it."""
     share = Share(list(zip(slices(step), state(step).values(), strict=True)))
-    buffer = HostBuffer(share.size_bytes, share.device)
+    buffer = HostBuffer(share.size_bytes, torch.device("cpu"))
     buffer.copy(share).wait()
     said.send((os.getpid(), buffer.fd, buffer.number))
     signal.pause()

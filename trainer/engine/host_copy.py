@@ -43,11 +43,6 @@ class Share:
         self.tensors = [tensor for _, tensor in parts]
         self.places, self.size_bytes = plan_places(self.slices)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the state is."""
-        return self.tensors[0].device if self.tensors else torch.device("cpu")
-
 
 class Copy(Protocol):
     """A copy that is being made, beside what is computed from now on."""
@@ -84,7 +79,7 @@ class HostBuffer:
         self._memory = mmap.mmap(self.fd, HEADER_BYTES + size_bytes)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._bytes.zero_()  # the kernel gives the pages now and not in the first save
-        self._pinned = device.type == "cuda"
+        self._device, self._pinned = device, device.type == "cuda"
         self._stream = stream_for("save", device) if self._pinned else None
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="save copy")
         if self._pinned:
@@ -103,8 +98,8 @@ class HostBuffer:
         if self._slices is not share.slices:
             self._slices, self._views = share.slices, self._lay_out(share)
         if self._stream is None:
-            return _ByThread(self._copier.submit(torch._foreach_copy_, self._views, share.tensors))
-        self._stream.wait_stream(torch.cuda.current_stream(share.device))
+            return _ByThread(self._copier.submit(_copy_all, self._views, share.tensors))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for view, tensor in zip(self._views, share.tensors, strict=True):
                 view.copy_(tensor, non_blocking=True)
@@ -125,6 +120,11 @@ class HostBuffer:
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
         self._slices, self._views = (), []
         os.close(self.fd)
+
+
+def _copy_all(views: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    if views:  # a worker may have none of a small model
+        torch._foreach_copy_(views, tensors)
 
 
 class _ByThread:

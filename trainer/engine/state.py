@@ -122,8 +122,12 @@ class WorkerState:
         self.optimizer_steps = optimizer_steps
 
     def checksum(self) -> int:
-        """A cheap number over the state: one bit changed changes it. Waits for the device."""
-        sums = torch.stack([_sum_of_bits(t) for t in self.tensors().values() if t.numel()])
+        """A cheap number over the state: one bit changed changes it; 0 where it is empty. Waits for
+        the device."""
+        found = [_sum_of_bits(t) for t in self.tensors().values() if t.numel()]
+        if not found:
+            return 0
+        sums = torch.stack(found)
         # Odd, as an even factor would push the highest bit out.
         places = torch.arange(1, 2 * len(sums), 2, device=sums.device)
         return int((sums * places).sum())

@@ -51,9 +51,9 @@ class Pending:
 
     def end(self) -> None:
         """And after all that is queued on that stream: the sums may be read."""
-        self._read = None
         if self._stream is not None:
             self._streams.current_stream().wait_stream(self._stream)
+        self._read = None
 
 
 def add_in_place(

@@ -80,8 +80,7 @@ def _is_worth_it(sums: torch.Tensor, given: torch.Tensor) -> bool:
 
 
 def _is_in_place(tensor: torch.Tensor) -> bool:
-    begins = tensor.storage_offset() * tensor.itemsize  # a dry run's has no address
-    return tensor.is_contiguous() and begins % _ALIGNED == 0
+    return tensor.is_contiguous() and tensor.data_ptr() % _ALIGNED == 0
 
 
 @cache

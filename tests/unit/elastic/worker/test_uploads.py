@@ -38,6 +38,7 @@ from trainer.engine.shared_copy import CopyGoneError, open_copy
 from trainer.replication.step_commit import Place
 
 STEP, DEADLINE_S = 8, 60.0
+CPU = torch.device("cpu")
 SHAPES = {"param/w": (64, 33), "param/scalar": (), "param/empty": (0, 4), "exp_avg/w": (64, 33)}
 
 
@@ -78,7 +79,7 @@ class Child:
 def copy(said: Connection, seed: int) -> None:
     """The worker."""
     mine = share(seed)
-    buffer = HostBuffer(mine.size_bytes, mine.device)
+    buffer = HostBuffer(mine.size_bytes, CPU)
     buffer.copy(mine).wait()
     said.send((os.getpid(), buffer.fd, buffer.number))
     signal.pause()
@@ -197,7 +198,7 @@ def test_a_worker_that_was_gone_before_costs_the_save_and_nothing_else(start: St
 def test_the_buffer_is_used_again(tmp_path: Path) -> None:
     first, second = share(1), share(2)
     assert first.size_bytes == second.size_bytes
-    buffer = HostBuffer(first.size_bytes, first.device)
+    buffer = HostBuffer(first.size_bytes, CPU)
     pages = os.stat(f"/proc/self/fd/{buffer.fd}")
     for seed, mine in ((1, first), (2, second), (1, first)):
         buffer.copy(mine).wait()
@@ -226,7 +227,7 @@ def test_parts_of_tensors_are_copied_from_views(tmp_path: Path) -> None:
 def test_a_buffer_that_was_used_again_is_not_taken_for_the_copy(tmp_path: Path) -> None:
     """The worker took the uploader for dead, and it was not."""
     first, second = share(1), share(2)
-    buffer = HostBuffer(first.size_bytes, first.device)
+    buffer = HostBuffer(first.size_bytes, CPU)
     buffer.copy(first).wait()
     late = os.getpid(), buffer.fd, buffer.number
     with pytest.raises(CopyGoneError, match="in the place of copy"), open_copy(*late) as memory:
@@ -245,7 +246,7 @@ def test_a_part_written_again_from_a_buffer_used_again_does_not_replace_it(
     monkeypatch.setattr("checkpointing.snapshots.host_memory.TMPFS", tmp_path)
     paths = RunPaths(root=tmp_path / "run")
     first, second = share(1), share(2)
-    buffer = HostBuffer(first.size_bytes, first.device)
+    buffer = HostBuffer(first.size_bytes, CPU)
     buffer.copy(first).wait()
     upload = Upload(
         place=place,

@@ -17,7 +17,7 @@ from elastic.protocol.faults import flip_bit
 from tests.support.member import small_task, small_train
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
-from trainer.engine.host_copy import HostBuffer
+from trainer.engine.host_copy import HostBuffer, Share
 from trainer.engine.shared_copy import open_copy
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.parallel.mesh import ReplicaMesh
@@ -90,7 +90,7 @@ def test_a_change_waits_for_the_copy(
     engine.gradient.fill_(0.3)
     saved = {name: tensor.clone() for name, tensor in engine.state.tensors().items()}
     share = engine.state.share(0, 1)
-    buffer = HostBuffer(share.size_bytes, share.device)
+    buffer = HostBuffer(share.size_bytes, engine.device)
     with ThreadPoolExecutor(1) as pool:
         copy = engine.state.copy_to(buffer, share)
         changed = pool.submit(change, engine, meet)
@@ -113,10 +113,17 @@ def test_the_copy_holds_up_only_who_changes_the_state(
 ) -> None:
     engine = make_engine(replica[1])
     share = engine.state.share(0, 1)
-    buffer = HostBuffer(share.size_bytes, share.device)
+    buffer = HostBuffer(share.size_bytes, engine.device)
     copy = engine.state.copy_to(buffer, share)  # returns at once
     assert copy.held_s == 0
     threading.Timer(A_WHILE_S, gate.set).start()
     engine.state.await_copy()
     assert copy.held_s > A_WHILE_S / 2
+    buffer.close()
+
+
+def test_a_worker_that_has_nothing_of_a_small_model_copies_nothing() -> None:
+    share = Share([])
+    buffer = HostBuffer(share.size_bytes, torch.device("cpu"))
+    buffer.copy(share).wait()
     buffer.close()

@@ -81,3 +81,8 @@ def test_a_bit_that_a_fault_flips_leaves_a_number_like_it(make: Make, dtype: str
     assert changed.count_nonzero() == 1 and changed.max() <= 2**-3
     flip_bit(engine)
     assert torch.equal(weights, before)
+
+
+def test_that_of_a_worker_without_numbers_is_a_number_too(make: Make) -> None:
+    """As where more workers share a small model than it has rows."""
+    assert make(nn.Linear(3, 0), "float32").state.checksum() == 0

@@ -63,7 +63,7 @@ class Saving(Telling):
     ) -> None:
         if not self.begun:
             share = engine.state.share(0, 1)
-            engine.state.copy_to(HostBuffer(share.size_bytes, share.device), share)
+            engine.state.copy_to(HostBuffer(share.size_bytes, engine.device), share)
             self.begun = True
 
 

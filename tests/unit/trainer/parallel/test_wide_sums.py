@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from trainer.parallel import wide_sums
 from trainer.parallel.wide_sums import add_wide, make_add
@@ -47,6 +48,10 @@ CASES: dict[str, tuple[Callable[[], tuple[torch.Tensor, torch.Tensor]], bool]] =
     ),
     "at an odd address": (
         lambda: (random(LARGE + 1, dtype=torch.float32)[1:], random(LARGE)),
+        False,
+    ),
+    "at an odd address of a storage of its own": (
+        lambda: (from_dlpack(random(LARGE + 1, dtype=torch.float32)[1:]), random(LARGE)),
         False,
     ),
     "turned": (lambda: (random(512, 256, dtype=torch.float32), random(256, 512).t()), False),
