@@ -346,7 +346,10 @@ class Membership:
         )
 
     def _release(self, effects: Effects) -> None:
-        """Those that were told to go and have no slot (any more) end."""
+        """Those that were told to go and have no slot (any more) end; nobody while it is not
+        decided whether the survivors make a copy: see `needs`."""
+        if self._seeks_copy:
+            return
         for worker in [w for w in self._dismissed if w in self.waiting and not self.places.of(w)]:
             effects.answers[worker] = Stop(error=None)
             del self.waiting[worker], self.members[worker]

@@ -219,6 +219,9 @@ class World:
         """Of these, who is to end by itself."""
         self.succeeded: set[str] = set()
         """Of these, in whose place another one starts before it is gone."""
+        self.let_go: dict[str, Report] = {}
+        """Of these, who was told to since the newest call, while no replica was sure to have state
+        and it was not decided whether the survivors make one, and what it had joined with."""
         self.dismissed = self.moves = 0
         self.copies: dict[tuple[int, str], Applied] = {}
         """(generation, worker) -> the state that it sends to newcomers."""
@@ -764,7 +767,12 @@ class World:
                 members = tuple(roster.column(rank))
                 self.channels["cross", roster.generation, rank] = Channel(members)
         self.posted.update(effects.signals)
+        if effects.called is not None or effects.regrouped is not None:
+            self.let_go.clear()
+        undecided = not (source or self.membership.formations.reassembled)
         for name, answer in effects.answers.items():
+            if undecided and isinstance(answer, Stop) and name in self.going - self.lost:
+                self.let_go[name] = reports[name]
             worker = self.workers[name]
             worker.answer = answer
             self.unsure.append(worker)

@@ -133,8 +133,10 @@ def check_numbers(world: World, roster: Roster) -> None:
 
 
 def check_restore(world: World, reports: Mapping[str, Report]) -> None:
-    """Nobody goes back to a saved state while those who wait hold a whole copy (I6)."""
-    assert not hold_a_copy(world, reports.keys(), reports), "a needless restore"
+    """Nobody goes back to a saved state while those who wait hold a whole copy (I6), or would, had
+    nobody been let go too early."""
+    there = {**world.let_go, **reports}
+    assert not hold_a_copy(world, there.keys(), there), "a needless restore"
 
 
 def check_nothing_dropped(world: World, effects: Effects, reports: Mapping[str, Report]) -> None:
@@ -151,11 +153,11 @@ def check_nothing_dropped(world: World, effects: Effects, reports: Mapping[str, 
 
 
 def hold_a_copy(world: World, names: Set[str], reports: Mapping[str, Report]) -> bool:
-    """Whether the living of `names`, who wait, hold a whole copy between them, by what they have
-    really applied and by the gradient that each holds."""
+    """Whether those of `names` who live and wait, or were let go, hold a whole copy between them,
+    by what they have really applied and by the gradient that each holds."""
     ranks: dict[Applied, set[int]] = defaultdict(set)
     committed: set[Applied] = set()
-    for name in names - world.lost:
+    for name in names - (world.lost - world.let_go.keys()):
         worker = world.workers[name]
         if worker.progress is None or reports[name].generation < world.went_back_in:
             continue

@@ -1351,6 +1351,21 @@ def test_a_worker_that_is_told_to_end_does_so_once_it_has_no_slot() -> None:
     assert group.join("c1").answers == {"c1": Stop(error=None)}
 
 
+def test_a_worker_that_is_told_to_end_stays_while_its_state_may_be_of_the_last_copy() -> None:
+    """It ended where it came before the other holder: a checkpoint was gone back to."""
+    group = Group(replicas=2, each=2)
+    group.start("a0", "b1", "c2", "d3")
+    group.membership.drain("d3", dismiss=True)
+    group.advance()
+    group.lose("b1")
+    group.lose("c2")
+    effects = group.join("d3", step=3, in_step=True, last=commit(2), rank=1)
+    assert effects.answers == {} and group.membership.needs("d3")
+    assert kept(group.join("a0", step=3, in_step=True, last=commit(2), rank=0)) == {
+        "a0": True, "d3": True,
+    }  # fmt: skip
+
+
 def test_a_worker_on_a_machine_that_will_go_gets_no_slot() -> None:
     group = Group(replicas=2, start=1)
     group.start("a0")
