@@ -84,15 +84,16 @@ class LinkTests:
         await self.remove(failed)
 
     async def try_between(self, workers: Sequence[str]) -> list[FailedLink]:
-        """Has the agents try the connections between the nodes of `workers`, who do not get on, and
-        those to some others of the roster. Where there are many nodes, those of the first workers
-        count. What fails once may have been late: see `try_again`.
+        """Has the agents try the connections between the nodes of `workers`, who do not get on and
+        may be in no roster yet, and those to some others of the roster. Where there are many nodes,
+        those of the first workers count. What fails once may have been late: see `try_again`.
 
         Returns:
             Those that failed; none where all are on one node.
         """
         nodes = self._nodes
-        members = {w: nodes[w] for w in self._membership.roster.workers if w in nodes}
+        there = (*self._membership.roster.workers, *workers)
+        members = {w: nodes[w] for w in there if w in nodes}
         theirs = list(dict.fromkeys(members[w] for w in workers if w in members))
         if len(theirs) < 2:
             return []
@@ -112,12 +113,13 @@ class LinkTests:
         return [link for link in await self.try_between(workers) if link[:2] in before]
 
     async def explain(self, worker: str) -> None:
-        """A collective of the replica that `worker` is in has failed for it, and nobody was lost:
-        where connections between its nodes fail, takes out whom these have in common. Peers whom
-        it failed for as well wait meanwhile: what comes of the first explains the others."""
+        """A collective of the replica that `worker` is in, or builds, has failed for it, and nobody
+        was lost: where connections between its nodes fail, takes out whom these have in common.
+        Peers whom it failed for as well wait meanwhile: what comes of the first explains the
+        others."""
         membership = self._membership
         async with self._explaining:
-            replica = membership.roster.replica_of(worker)
+            replica = membership.places.of(worker)
             if replica is None or membership.replica_broken(worker, replica.formed):
                 return
             failed = [
@@ -141,6 +143,7 @@ class LinkTests:
             nodes,
             idle=membership.places.idle,
             least=membership.config.min_replicas,
+            forming=membership.places.forming.values(),
             lost_anyway=lost_anyway,
         )
         self._records.note(

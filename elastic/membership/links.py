@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from elastic.protocol.messages import LinkTest
-from elastic.protocol.roster import Roster
+from elastic.protocol.roster import Replica, Roster
 
 _SHOWN = 4
 """Failed connections in a text."""
@@ -54,7 +54,7 @@ def between_workers(
 
     Args:
         short: node that sent, node that received -> bytes that came, of those that were too few.
-        nodes: worker -> its node, of all in the roster.
+        nodes: worker -> its node, of all that count.
         of_bytes: size of a message.
         bound_s: the time that it had.
     """
@@ -84,6 +84,7 @@ def plan_removals(
     *,
     idle: Collection[str],
     least: int,
+    forming: Collection[Replica] = (),
     lost_anyway: Collection[str] = (),
 ) -> set[str]:
     """The workers to take out, so that those who stay reach each other; none where too few replicas
@@ -91,20 +92,23 @@ def plan_removals(
 
     Args:
         failed: connections.
-        roster: whose workers have tried them.
+        roster: of the run; before its first one it has no replicas.
         nodes: worker -> its node.
         idle: workers without a place, who may take those of others.
         least: fewest replicas to train with.
+        forming: replicas that are being built: so may their workers.
         lost_anyway: workers who are ended otherwise: no state is lost in addition where only their
             replicas break.
     """
     culprits = find_culprits(failed, roster, nodes)
     kept = [replica for replica in roster.replicas if culprits.isdisjoint(replica.workers)]
     bad = {nodes[worker] for worker in culprits}
+    seated = {worker for replica in kept for worker in replica.workers}
     staying = {*roster.workers, *roster.followers} - culprits
-    survivors = staying - {worker for replica in kept for worker in replica.workers}
-    free = len(survivors) + sum(nodes[worker] not in bad for worker in idle)
-    possible = len(kept) + free // len(roster.replicas[0].workers)
+    others = [*idle, *(worker for replica in forming for worker in replica.workers)]
+    free = staying.union(worker for worker in others if nodes[worker] not in bad) - seated
+    size = len([*roster.replicas, *forming][0].workers)
+    possible = len(kept) + len(free) // size
     with_state = any(roster.lanes[replica.index] for replica in kept)
     broken = [replica for replica in roster.replicas if replica not in kept]
     harmless = all(not {*lost_anyway}.isdisjoint(replica.workers) for replica in broken)
@@ -116,12 +120,14 @@ def find_culprits(
 ) -> set[str]:
     """Workers without whom no failed connection is left: node by node, first those of the node in
     most of them. Of equals, of the one that fewer replicas break with, and then those with the
-    highest position: newcomers and followers, which have no lanes, before the lead.
+    highest position: who is not in the roster, and newcomers and followers, which have no lanes,
+    before the lead.
 
     What fails inside a machine is no link, and takes nobody out.
     """
-    columns = map(roster.column, range(len(roster.replicas[0].workers)))
+    columns = map(roster.column, range(len(roster.replicas[0].workers) if roster.replicas else 0))
     positions = {worker: at for column in columns for at, worker in enumerate(column)}
+    outside = len(positions)
     peers: dict[str, set[str]] = defaultdict(set)
     for sender, receiver, _ in failed:
         if nodes[sender] != nodes[receiver]:
@@ -131,12 +137,12 @@ def find_culprits(
 
     def whole(workers: Iterable[str]) -> set[int]:
         """Positions of the whole replicas that `workers` are in."""
-        return {positions[w] for w in workers if positions[w] < len(roster.replicas)}
+        return {at for w in workers if (at := positions.get(w, outside)) < len(roster.replicas)}
 
     def weigh(item: tuple[str, list[str]]) -> tuple[int, int, int, str]:
         node, workers = item
         links, breaking = sum(len(peers[w]) for w in workers), whole(workers) - whole(culprits)
-        return links, -len(breaking), max(positions[worker] for worker in workers), node
+        return links, -len(breaking), max(positions.get(w, outside) for w in workers), node
 
     while peers:
         by_node: dict[str, list[str]] = defaultdict(list)

@@ -53,7 +53,7 @@ class Agents:
 class CoordinatorDesk:
     """The coordinator's parts that have to do with it, and a roster of three replicas: a, b and c,
     or, where each has more workers, the next letters, too. Each is on a node of its own; `spares`
-    wait on those that they are named after."""
+    wait on those that they are named after. While they are `building` there is no roster yet."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class CoordinatorDesk:
         least: int = 1,
         each: int = 1,
         spares: Sequence[str] = (),
+        building: bool = False,
         health: HealthConfig | None = None,
     ) -> None:
         groups = GroupConfig(
@@ -117,7 +118,7 @@ class CoordinatorDesk:
             identity = Identity(worker=worker, rank=rank, node=worker[0].upper(), pid=rank)
             self.workers.started[worker] = identity
             self.join(worker)
-        for worker in seated:
+        for worker in seated if not building else ():
             self.join(worker, built=self.built[worker])
 
     def lay_out(self, *replicas: str, nodes: Mapping[str, str]) -> None:
@@ -134,8 +135,9 @@ class CoordinatorDesk:
             identity = Identity(worker=worker, rank=rank, node=node, pid=rank)
             self.membership.members[worker] = self.workers.started[worker] = identity
 
-    def join(self, worker: str, built: int = 0) -> None:
-        self.membership.join(Report(identity=self.workers.started[worker], built=built))
+    def join(self, worker: str, built: int = 0, **state: Any) -> None:
+        report = Report(identity=self.workers.started[worker], built=built, **state)
+        self.membership.join(report)
         answers = self.membership.advance().answers
         self.built.update({w: a.formed for w, a in answers.items() if isinstance(a, Build)})
 

@@ -45,9 +45,10 @@ class Desk(CoordinatorDesk):
         least: int = 1,
         each: int = 1,
         spares: Sequence[str] = (),
+        building: bool = False,
         doors: Doors | None = None,
     ) -> None:
-        super().__init__(root, least=least, each=each, spares=spares)
+        super().__init__(root, least=least, each=each, spares=spares, building=building)
         agents: Any = doors
         self.tests = LinkTests(self.membership, self.workers, agents, self.records)
 
@@ -192,6 +193,46 @@ def test_who_tells_first_is_lost_where_no_connection_of_its_replica_fails_twice(
     (lost,) = desk.happened(events.WorkerLost)
     assert (lost.worker, lost.cause) == ("b", "collective")
     assert desk.happened(events.LinksTested) == []
+
+
+def test_a_newcomer_that_a_survivor_does_not_reach_is_taken_out_of_what_they_build(
+    tmp_path: Path,
+) -> None:
+    """Survivors were ended one by one as they told of it, and its node was never left."""
+    doors = Doors(*[{("A", "S"): 0}] * 2)
+    desk = Desk(tmp_path, each=2, spares=["s"], doors=doors)
+    desk.membership.lose("b")
+    for rank, worker in enumerate("cdef"):
+        desk.join(worker, desk.built[worker], generation=1, step=3, in_step=True, rank=rank % 2)
+    desk.join("a", generation=1, step=3, in_step=True, rank=0)
+    (repaired,) = desk.membership.places.repairs
+    assert repaired.workers == ("a", "s") and {*desk.membership.roster.followers} == {"a"}
+    assert asyncio.run(fail_for(desk, "a", "s")) == ["peer", "peer"]
+    (lost,) = desk.happened(events.WorkerLost)
+    assert (lost.worker, lost.cause, desk.workers.shunned_nodes) == ("s", "path", {"S"})
+    assert doors.asked == [["A", "S", "C", "D"]] * 2
+
+
+def test_a_replica_that_forms_from_the_pool_has_its_connections_tried(tmp_path: Path) -> None:
+    doors = Doors(*[{("S", "T"): 0, ("S", "C"): 0}] * 2)
+    desk = Desk(tmp_path, each=2, spares=["s", "t"], doors=doors)
+    for worker in "ab":
+        desk.membership.lose(worker)
+    desk.membership.advance()
+    assert asyncio.run(fail_for(desk, "t", "s")) == ["peer", "peer"]
+    (lost,) = desk.happened(events.WorkerLost)
+    assert (lost.worker, lost.cause, desk.workers.shunned_nodes) == ("s", "link", {"S"})
+    assert doors.asked == [["S", "T", "C", "D"]] * 2
+
+
+@pytest.mark.parametrize(("least", "blamed"), [(2, "path"), (3, "collective")])
+def test_so_has_one_of_the_first_roster(tmp_path: Path, least: int, blamed: str) -> None:
+    """All six are building: without one two replicas are possible."""
+    desk = Desk(tmp_path, each=2, least=least, building=True, doors=Doors(*[{("A", "B"): 0}] * 2))
+    assert not desk.membership.roster.replicas
+    asyncio.run(fail_for(desk, "b", "a"))
+    (lost,) = desk.happened(events.WorkerLost)
+    assert (lost.worker, lost.cause) == ("b", blamed)
 
 
 def test_an_agent_s_door_serves_one_test_at_a_time(tmp_path: Path) -> None:

@@ -107,6 +107,12 @@ def test_a_follower_goes_before_a_whole_replica() -> None:
     assert find_culprits(links("c e"), there, nodes) == {"e"}
 
 
+def test_who_is_not_in_the_roster_goes_before_a_follower() -> None:
+    there = roster("c d", remnant="e -")
+    assert find_culprits(links("n e"), there, on("C: c", "D: d", "E: e", "B: n")) == {"n"}
+    assert find_culprits(links("a b", "a c"), roster(), APART) == {"a"}
+
+
 @pytest.mark.parametrize(
     ("failed", "nodes", "expected"),
     [
