@@ -89,7 +89,7 @@ class LinkTests:
         those of the first workers count. What fails once may have been late: see `try_again`.
 
         Returns:
-            Those that failed; none where all are on one node.
+            Those that failed, of workers that are still there; none where all are on one node.
         """
         nodes = self._nodes
         there = (*self._membership.roster.workers, *workers)
@@ -101,7 +101,8 @@ class LinkTests:
         asked = [*theirs[:_MOST_NODES], *[*others][:_WITNESSES]]
         async with self._trying:
             short = await self._agents.try_links(asked, _STILL_BOUND_S)
-        return between_workers(short, members, LINK_BYTES, _STILL_BOUND_S)
+        left = {w: node for w, node in members.items() if w in self._membership.members}
+        return between_workers(short, left, LINK_BYTES, _STILL_BOUND_S)
 
     async def try_again(
         self, failed: Sequence[FailedLink], workers: Sequence[str]

@@ -235,6 +235,21 @@ def test_so_has_one_of_the_first_roster(tmp_path: Path, least: int, blamed: str)
     assert (lost.worker, lost.cause) == ("b", blamed)
 
 
+def test_a_witness_that_is_lost_while_they_are_tried_says_nothing(tmp_path: Path) -> None:
+    class Losing(Doors):
+        async def try_links(
+            self, nodes: Sequence[str], bound_s: float
+        ) -> dict[tuple[str, str], int]:
+            if self.asked:
+                desk.membership.lose("c")
+            return await super().try_links(nodes, bound_s)
+
+    desk = Desk(tmp_path, each=2, doors=Losing(TO_B, TO_B))
+    assert asyncio.run(fail_for(desk, "a", "b")) == ["peer", "peer"]
+    (tested,), (lost,) = desk.happened(events.LinksTested), desk.happened(events.WorkerLost)
+    assert (tested.count, lost.worker) == (1, "b")
+
+
 def test_an_agent_s_door_serves_one_test_at_a_time(tmp_path: Path) -> None:
     class Slow(Doors):
         at_once = most = 0
