@@ -387,7 +387,7 @@ class Launch:
                 global_batch=self.train.global_batch,
                 lanes=self.lanes,
                 samples=len(ready.task.train_data()),
-                skips=skips_of(origin.manifest),
+                skips=skips_of(origin),
             ),
             restore_step=0 if stored is None else stored.step,
             snapshot=origin.snapshot,

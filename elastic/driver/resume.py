@@ -40,7 +40,7 @@ from checkpointing.named_directory import named_directory
 from checkpointing.read.catalogue import SET_ASIDE, is_foreign
 from checkpointing.stores.keys import PROBE
 from elastic.driver.given_up import GivenUp, find_given_up, is_given_up
-from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, RunStarted
+from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, RunStarted, WentBack
 from elastic.protocol.run_identity import (
     RunIdentity,
     StateTable,
@@ -420,10 +420,19 @@ def remove_orphans(paths: RunPaths, generation: int) -> None:
         tell(f"removed {len(removed)} segments of checkpoints that were never committed")
 
 
-def skips_of(manifest: Manifest | None) -> Skips:
-    """Samples that the run which wrote `manifest` has passed over."""
+def skips_of(origin: Origin) -> Skips:
+    """Samples that the run has passed over: those that the state it goes on from knows of, and
+    those that it went back for since, of which that state is too old to know."""
+    manifest = origin.manifest
     state = {} if manifest is None else manifest.training_state
-    return tuple(Skip(*map(int, skip)) for skip in state.get("skips", ()))
+    known = [Skip(*map(int, skip)) for skip in state.get("skips", ())]
+    wrote, roster = 0 if manifest is None else manifest.generation, 0
+    for event in origin.happened:
+        if isinstance(event, RegroupDone):
+            roster = event.generation
+        elif isinstance(event, WentBack) and event.skip and roster >= wrote:
+            known.append(Skip(*event.skip))  # the rosters after this one knew it
+    return tuple(known)
 
 
 def check_continues(

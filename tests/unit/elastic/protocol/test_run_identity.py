@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,7 @@ from elastic.driver.resume import (
     check_found,
     find_stored,
     set_others_aside,
+    skips_of,
 )
 from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, RunStarted, WentBack
 from elastic.protocol.run_identity import (
@@ -51,6 +53,7 @@ from elastic.reporting.event_log import EventLog, read_events
 from elastic.worker.restoring import open_checkpoint, open_own
 from tests.support.tiny_checkpoint import KEYS, NUMBERS, write_state
 from trainer.errors import ConfigError
+from trainer.loop.samples import Skip
 
 ROSTER = RegroupDone(
     time=2, generation=3, step=2, replicas=2, lanes={}, renumbered={}, outcome="restore",
@@ -84,8 +87,11 @@ def save(
     run: str | None,
     weight: torch.Tensor = WEIGHT,
     generation: int = 0,
+    skips: Sequence[Sequence[int]] = (),
 ) -> None:
-    marks = NUMBERS if run is None else {**NUMBERS, "run": {"name": f"run {run}", "id": run}}
+    marks: dict[str, Any] = {**NUMBERS, "skips": skips}
+    if run is not None:
+        marks["run"] = {"name": f"run {run}", "id": run}
     store = open_store(paths.checkpoints)
     write_state(store, state(weight), step=step, generation=generation, state=marks)
 
@@ -407,3 +413,38 @@ def test_a_run_that_went_back_to_the_seed_begins_there_again(paths: RunPaths) ->
         store.put(f"{KEYS.commit(6)}.unreadable", [b"damaged"])
         with pytest.raises(ConfigError, match=r"there are m/0+6\.json\.unreadable\. Repair"):
             check_found(paths, identity, "auto", find(paths, identity))
+
+
+def test_what_was_passed_over_is_known_to_a_state_from_before(paths: RunPaths) -> None:
+    """The run ended before it had saved anything that tells of it."""
+    identity = identify(paths)
+    spoilt = WentBack(time=3, step=90, before=103, reason="a spike", skip=[100, 50])
+    again = replace(spoilt, before=109)  # what came instead was spoilt, too
+
+    def passed_over(*happened: Event) -> list[Skip]:
+        with EventLog(paths.events) as log:
+            for event in happened:
+                log.append(event)
+        return list(skips_of(find(paths, identity)))
+
+    assert passed_over(replace(ROSTER, generation=3, outcome="start")) == []
+    assert passed_over(spoilt) == [(100, 50)], "from the seed"
+    save(paths, 90, identity.id, generation=3)
+    assert passed_over() == [(100, 50)]
+    roster = replace(ROSTER, generation=4, step=90)
+    assert passed_over(roster, again, replace(spoilt, skip=[])) == [(100, 50), (100, 50)]
+    save(paths, 101, identity.id, generation=5, skips=[[100, 50], [100, 50]])
+    assert passed_over(replace(roster, generation=5)) == [(100, 50), (100, 50)], "as it was saved"
+    later = replace(spoilt, step=101, before=120, skip=[118, 50])
+    assert passed_over(later) == [(100, 50), (100, 50), (118, 50)]
+
+
+def test_what_a_fork_has_passed_over_since_it_was_made(paths: RunPaths) -> None:
+    """Its first roster is of a later generation than what it was made of."""
+    save(paths, 90, "a", generation=7, skips=[[20, 5]])
+    identity = identify(paths)
+    assert skips_of(find(paths, identity)) == ((20, 5),)
+    with EventLog(paths.events) as log:
+        log.append(replace(ROSTER, generation=8, step=90, outcome="start"))
+        log.append(WentBack(time=3, step=90, before=103, reason="a spike", skip=[100, 50]))
+    assert skips_of(find(paths, identity)) == ((20, 5), (100, 50))
