@@ -188,7 +188,6 @@ class Launch:
         last = self._settle(paths, identity, find_stored(*saved, None)).manifest
         if last is None or last.step != self.train.steps:
             return None
-        check_continues(last, self.train)
         info: Mapping[str, Any] = last.training_state.get("task", {})
         task = self.train.task
         if isinstance(task, CausalLM):
@@ -213,9 +212,7 @@ class Launch:
         saved = paths, read_events(paths.events), identity
         stored = find_stored(*saved, None)
         snapshot = self._find_snapshot(paths, stored.manifest)
-        origin = self._settle(paths, identity, add_snapshot(stored, identity, snapshot, None))
-        if origin.manifest is not None:
-            check_continues(origin.manifest, self.train)
+        self._settle(paths, identity, add_snapshot(stored, identity, snapshot, None))
         of_text = isinstance(self.train.task, CausalLM)
         if of_text:
             self._check_memory(None)
@@ -228,7 +225,7 @@ class Launch:
         stored = find_stored(*saved, model)
         origin = self._settle(paths, identity, add_snapshot(stored, identity, snapshot, model))
         if origin.manifest is not None:
-            check_continues(origin.manifest, self.train, task)
+            check_continues(paths, origin.manifest, self.train, task)
         return _Ready(
             identity=identity,
             model=model,
@@ -340,9 +337,11 @@ class Launch:
     def _settle(self, paths: RunPaths, identity: RunIdentity, origin: Origin) -> Origin:
         """Checks what to go on from, and takes its lanes."""
         check_found(paths, identity, self.checkpoint.resume, origin)
-        if origin.manifest is not None and self.train.lanes is None:
-            # They belong to the run; an imported checkpoint has none.
-            self.lanes = int(origin.manifest.training_state.get("lanes", self.lanes))
+        if origin.manifest is not None:
+            check_continues(paths, origin.manifest, self.train)
+            if self.train.lanes is None:
+                # They belong to the run; an imported checkpoint has none.
+                self.lanes = int(origin.manifest.training_state.get("lanes", self.lanes))
         self.train.check(self.lanes)
         return origin
 
@@ -350,7 +349,7 @@ class Launch:
         if self.checkpoint.memory_every is None:
             return None
         if stored is not None:
-            check_continues(stored, self.train)  # before a cluster is started to look for it
+            check_continues(paths, stored, self.train)  # before a cluster is started to look for it
         connect()
         return find_snapshot(paths)
 

@@ -436,27 +436,28 @@ def skips_of(origin: Origin) -> Skips:
 
 
 def check_continues(
-    manifest: Manifest, train: TrainConfig, task: PreparedTask | None = None
+    paths: RunPaths, manifest: Manifest, train: TrainConfig, task: PreparedTask | None = None
 ) -> None:
     """Checks that a run with these settings continues the one that wrote `manifest`, which is of
     the same model.
 
     Args:
+        paths: the run's.
         manifest: of the checkpoint to go on from.
         train: the settings.
         task: prepared; None: it is not yet, and its data are not compared.
 
     Raises:
-        ConfigError: other data, another order of the data, another view of the texts in them, or
-            other lanes.
+        ConfigError: other data, another order of the data, another view of the texts in them, other
+            lanes, or a degree of `shard` that does not go with them.
     """
-    state = manifest.training_state
+    state, anew = manifest.training_state, _to_begin_anew(paths)
     if manifest.step > train.steps:
         raise ConfigError(
             "train.steps",
             train.steps,
             f"the run to be continued has done {manifest.step} steps already",
-            f"Use {manifest.step} or more, another run_config.name, or resume='never'",
+            f"Use {manifest.step} or more, {anew}",
         )
     now = {
         "train.seed": (state.get("seed"), train.seed),
@@ -472,8 +473,10 @@ def check_continues(
                 field,
                 value,
                 f"the run to be continued has {before}, and would not end with the same weights",
-                f"Use {before}, another run_config.name, or resume='never'",
+                f"Use {before}, {anew}",
             )
+    if "lanes" in state:
+        _check_shard(state["lanes"], train, anew)
     if task is None:
         return
     samples = len(task.train_data())
@@ -482,7 +485,20 @@ def check_continues(
             "train.task",
             f"{samples:,} samples",
             f"the run to be continued has {before:,}, and would not end with the same weights",
-            "Use the same data, of text the same paths, seq_len, holdout and tokenizer, and the "
-            "version that began the run, where another one cuts its text otherwise; or another "
-            "run_config.name, or resume='never'",
+            f"Use the same data, of text the same paths, seq_len, holdout and tokenizer, and the "
+            f"version that began the run, where another one cuts its text otherwise; or {anew}",
+        )
+
+
+def _check_shard(lanes: int, train: TrainConfig, anew: str) -> None:
+    """Raises ConfigError where a lane cannot be cut into so many shards: lanes and batch stay."""
+    samples, shard = train.global_batch // lanes, train.parallel.shard
+    if samples % shard:
+        degrees = [degree for degree in range(1, samples + 1) if samples % degree == 0]
+        raise ConfigError(
+            "train.parallel.shard",
+            shard,
+            f"it does not divide the {samples} samples of a lane: the run to be continued has "
+            f"{lanes} lanes in a global batch of {train.global_batch}",
+            f"Use {' or '.join(map(str, degrees))}, {anew}",
         )

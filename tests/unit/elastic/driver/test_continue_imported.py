@@ -13,11 +13,13 @@ from ray.train import RunConfig
 from torch import nn
 
 from checkpointing import CheckpointConfig, Manifest, TensorInfo, open_store
+from checkpointing.stores.kinds import place_of
 from elastic import ElasticTrainer, ScalingConfig
 from elastic.driver.resume import check_continues
+from elastic.protocol.run_paths import RunPaths
 from tests.support.slice_tables import slice_table
-from tests.support.tiny_checkpoint import write_state
-from trainer.config import TrainConfig
+from tests.support.tiny_checkpoint import NUMBERS, write_state
+from trainer.config import ParallelConfig, TrainConfig
 from trainer.data.config import DataConfig
 from trainer.errors import ConfigError
 from trainer.tasks.causal_lm import CausalLM
@@ -29,6 +31,7 @@ TASK = CustomTask(
     dataset=[torch.zeros(3)] * 8,
 )
 TRAIN = TrainConfig(task=None, steps=10, global_batch=4, seed=1)
+PATHS = RunPaths(root=Path("storage/run"))
 
 
 def manifest(**state: Any) -> Manifest:
@@ -50,21 +53,21 @@ OWN = {"seed": 1, "global_batch": 4, "lanes": 2, "samples": 8}
 
 
 def test_its_own_and_an_imported_one_are_taken() -> None:
-    check_continues(manifest(**OWN), TRAIN, TASK)
-    check_continues(manifest(), TRAIN, TASK)
+    check_continues(PATHS, manifest(**OWN), TRAIN, TASK)
+    check_continues(PATHS, manifest(), TRAIN, TASK)
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_another_runs_is_refused(name: str) -> None:
     train = dataclasses.replace(TRAIN, lanes=2)
     with pytest.raises(ConfigError, match="would not end with the same weights"):
-        check_continues(manifest(**{**OWN, name: 16}), train, TASK)
+        check_continues(PATHS, manifest(**{**OWN, name: 16}), train, TASK)
 
 
 def test_another_number_of_samples_is_told_as_such() -> None:
     """The fix is no value to write: nobody sets the number."""
     with pytest.raises(ConfigError) as caught:
-        check_continues(manifest(**{**OWN, "lanes": 1, "samples": 2405}), TRAIN, TASK)
+        check_continues(PATHS, manifest(**{**OWN, "lanes": 1, "samples": 2405}), TRAIN, TASK)
     assert (caught.value.field, caught.value.value) == ("train.task", "8 samples")
     assert "has 2,405, and would not" in caught.value.fact
     assert caught.value.fix.startswith("Use the same data, of text the same paths, seq_len, ")
@@ -74,17 +77,59 @@ def test_texts_stay_joined_or_apart() -> None:
     """Attention and positions follow from it: as other data would, it changes what is learned."""
     apart = CausalLM(data=DataConfig(paths=("text",)), seq_len=8, texts="apart")
     train = dataclasses.replace(TRAIN, task=apart)
-    check_continues(manifest(**OWN, task={"texts": "apart"}), train)
-    check_continues(manifest(**OWN, task={"vocab_size": 8}), train)  # of an older version
+    check_continues(PATHS, manifest(**OWN, task={"texts": "apart"}), train)
+    check_continues(PATHS, manifest(**OWN, task={"vocab_size": 8}), train)  # of an older version
     with pytest.raises(ConfigError, match="joined, and would not end") as caught:
-        check_continues(manifest(**OWN, task={"texts": "joined"}), train)
+        check_continues(PATHS, manifest(**OWN, task={"texts": "joined"}), train)
     assert (caught.value.field, caught.value.value) == ("train.task.texts", "apart")
 
 
 def test_data_that_are_not_prepared_yet_are_not_compared() -> None:
-    check_continues(manifest(**{**OWN, "samples": 16}), TRAIN)
+    check_continues(PATHS, manifest(**{**OWN, "samples": 16}), TRAIN)
     with pytest.raises(ConfigError, match=r"train\.seed"):
-        check_continues(manifest(**{**OWN, "seed": 2}), TRAIN)
+        check_continues(PATHS, manifest(**{**OWN, "seed": 2}), TRAIN)
+
+
+@pytest.mark.parametrize("changed", ["steps", "seed", "samples", "shard"])
+def test_to_begin_anew_is_not_refused(tmp_path: Path, changed: str) -> None:
+    """What lies in a store elsewhere cannot be set aside."""
+    state = {**OWN, "seed": 2} if changed == "seed" else {**OWN, changed: 16}
+    train = dataclasses.replace(
+        TRAIN,
+        steps=3 if changed == "steps" else 10,
+        parallel=ParallelConfig(shard=4 if changed == "shard" else 1),
+    )
+    for store in (None, place_of(tmp_path)):
+        with pytest.raises(ConfigError, match=rf"^train\..*{changed}") as caught:
+            check_continues(dataclasses.replace(PATHS, store=store), manifest(**state), train, TASK)
+        anew = "another run_config.name" + (" or resume='never'" if store is None else "")
+        assert caught.value.fix.endswith(anew)
+
+
+def test_degrees_that_go_with_the_lanes_of_a_continued_run(tmp_path: Path) -> None:
+    """Another batch, which a new run would need, is refused to this one."""
+    write_state(
+        open_store(tmp_path / "run" / "checkpoints"),
+        {"param/weight": torch.zeros(2, 3)},
+        state={**NUMBERS, **OWN, "global_batch": 16, "lanes": 8},
+    )
+    trainer = ElasticTrainer(
+        dataclasses.replace(
+            TRAIN, task=TASK, global_batch=16, parallel=ParallelConfig(shard=4), lanes=None
+        ),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+        scaling=ScalingConfig(device="cpu", max_replicas=2),
+    )
+    with pytest.raises(ConfigError) as caught:
+        trainer.fit()
+    error = caught.value
+    assert (error.field, error.value) == ("train.parallel.shard", 4)
+    assert error.fact == (
+        "it does not divide the 2 samples of a lane: the run to be continued has 8 lanes in a "
+        "global batch of 16"
+    )
+    assert error.fix.startswith("Use 1 or 2, another run_config.name")
+    assert not ray.is_initialized()
 
 
 def test_facts_that_are_not_json_are_refused_before_the_run() -> None:
