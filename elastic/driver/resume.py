@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -53,8 +54,9 @@ from elastic.reporting.event_log import last_step
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
 from trainer.loop.samples import Skip, Skips
+from trainer.models.hf import find_differing
 from trainer.progress import tell
-from trainer.tasks.causal_lm import CausalLM
+from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.task import PreparedTask
 
 log = logging.getLogger(__name__)
@@ -445,11 +447,12 @@ def check_continues(
         paths: the run's.
         manifest: of the checkpoint to go on from.
         train: the settings.
-        task: prepared; None: it is not yet, and its data are not compared.
+        task: prepared; None: it is not yet, and its data and model are not compared.
 
     Raises:
-        ConfigError: other data, another order of the data, another view of the texts in them, other
-            lanes, or a degree of `shard` that does not go with them.
+        ConfigError: other data, another order of the data, another view of the texts in them,
+            another function of the same weights, other lanes, or a degree of `shard` that does not
+            go with them.
     """
     state, anew = manifest.training_state, _to_begin_anew(paths)
     if manifest.step > train.steps:
@@ -479,6 +482,7 @@ def check_continues(
         _check_shard(state["lanes"], train, anew)
     if task is None:
         return
+    _check_function(manifest, task, anew)
     samples = len(task.train_data())
     if (before := state.get("samples", samples)) != samples:
         raise ConfigError(
@@ -502,3 +506,29 @@ def _check_shard(lanes: int, train: TrainConfig, anew: str) -> None:
             f"{lanes} lanes in a global batch of {train.global_batch}",
             f"Use {' or '.join(map(str, degrees))}, {anew}",
         )
+
+
+def _check_function(manifest: Manifest, task: PreparedTask, anew: str) -> None:
+    """Raises ConfigError where the model has tensors like those of `manifest`, and is another
+    function of them. An imported one may be changed on purpose, to have a longer context say:
+    there it is a warning."""
+    before = manifest.training_state.get("task", {}).get("model")
+    now = task.info.get("model")
+    if not (isinstance(task, PreparedCausalLM) and isinstance(before, dict) and now):
+        return
+    if not (differing := find_differing(before, now)):
+        return
+    had, has = (
+        ", ".join(f"{key} = {reprlib.repr(both[i])}" for key, both in differing.items())
+        for i in (0, 1)
+    )
+    if "seed" not in manifest.training_state:
+        log.warning("the imported model has %s, and this run has %s", had, has)
+        return
+    raise ConfigError(
+        "train.task.model",
+        has,
+        f"the run to be continued has {had}: with the same weights it is another model",
+        f"Use train.task.model as it was, and the config.json of model.path where it has one, or "
+        f"{anew}",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,14 @@ _OURS = {
 }
 """Settings of transformers that the trainer makes itself, and what to do instead. A model's
 config.json may have them."""
+_WITHOUT_EFFECT = re.compile(
+    r"_.*|.*drop.*|.*_token_ids?|.*_loss_coef|router_jitter_noise|init.*|output_.*|summary_.*|"
+    r"return_dict|use_cache|(torch_)?dtype|.*attn_implementation|transformers_version|architectures|"
+    r"auto_map|name_or_path|id2label|label2id|num_labels|problem_type|"
+    r"chunk_size_feed_forward|pretraining_tp"
+)
+"""Settings that change nothing of what a model computes of its weights and tokens, but for noise
+and further losses in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +202,23 @@ def check_positions(config: Mapping[str, Any], seq_len: int) -> None:
                 f"the model has {positions} positions",
                 f"Use {positions} or fewer, or set {name} in train.task.model.settings",
             )
+
+
+def find_differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings by which two complete configurations are different functions of the same
+    weights, with both values. One that only one of them has says nothing: versions of transformers
+    differ in what they write."""
+    found = dict[str, tuple[Any, Any]]()
+    for key in sorted(before.keys() & now.keys()):
+        was, value = before[key], now[key]
+        if _WITHOUT_EFFECT.fullmatch(key) or was == value:
+            continue
+        if isinstance(was, Mapping) and isinstance(value, Mapping):
+            inner = find_differing(was, value)
+            found.update({f"{key}.{name}": both for name, both in inner.items()})
+        else:
+            found[key] = was, value
+    return found
 
 
 def text_configuration(config: Mapping[str, Any]) -> Any:

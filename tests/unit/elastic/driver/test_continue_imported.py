@@ -18,11 +18,13 @@ from elastic import ElasticTrainer, ScalingConfig
 from elastic.driver.resume import check_continues
 from elastic.protocol.run_paths import RunPaths
 from tests.support.slice_tables import slice_table
+from tests.support.tiny import SETTINGS, tiny_task, write_text
 from tests.support.tiny_checkpoint import NUMBERS, write_state
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.data.config import DataConfig
 from trainer.errors import ConfigError
-from trainer.tasks.causal_lm import CausalLM
+from trainer.models.hf import ModelConfig
+from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.custom import CustomTask
 
 TASK = CustomTask(
@@ -88,6 +90,81 @@ def test_data_that_are_not_prepared_yet_are_not_compared() -> None:
     check_continues(PATHS, manifest(**{**OWN, "samples": 16}), TRAIN)
     with pytest.raises(ConfigError, match=r"train\.seed"):
         check_continues(PATHS, manifest(**{**OWN, "seed": 2}), TRAIN)
+
+
+MOE: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4,
+}  # fmt: skip
+
+
+def prepared(text: Path, **settings: Any) -> PreparedCausalLM:
+    """A task on text, whose model is a small mixture of experts."""
+    model = ModelConfig(architecture="mixtral", settings={**SETTINGS, **MOE, **settings})
+    task = dataclasses.replace(tiny_task(text), model=model)
+    return task.prepare(TRAIN, str(text.with_name("cache")))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("data") / "text")
+
+
+@pytest.mark.parametrize(
+    ("settings", "has", "had"),
+    [
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
+            "head_dim = 4, num_attention_heads = 8, num_key_value_heads = 4",
+            "head_dim = 8, num_attention_heads = 4, num_key_value_heads = 2",
+        ),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 1", "num_experts_per_tok = 2"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'", "hidden_act = 'silu'"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps = 0.001", "rms_norm_eps = 1e-05"),
+        ({"sliding_window": 8}, "sliding_window = 8", "sliding_window = None"),
+        (
+            {"rope_theta": 500.0},
+            "rope_parameters.rope_theta = 500.0",
+            "rope_parameters.rope_theta = 1000000.0",
+        ),
+    ],
+)
+def test_another_function_of_the_same_weights_is_refused(
+    text: Path, settings: dict[str, Any], has: str, had: str
+) -> None:
+    """Names and shapes are alike, so nothing else tells."""
+    same, changed = prepared(text), prepared(text, **settings)
+    assert same.info["parameters"] == changed.info["parameters"]
+    state = {**OWN, "samples": len(same.train_data()), "task": same.info}
+    check_continues(PATHS, manifest(**state), TRAIN, same)
+    with pytest.raises(ConfigError, match="another model") as caught:
+        check_continues(PATHS, manifest(**state), TRAIN, changed)
+    error = caught.value
+    assert (error.field, error.value) == ("train.task.model", has)
+    assert error.fact.startswith(f"the run to be continued has {had}: ")
+    assert error.fix.endswith(", or another run_config.name or resume='never'")
+
+
+def test_what_changes_nothing_of_the_function_may_differ(
+    text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = prepared(
+        text,
+        attention_dropout=0.1,
+        router_aux_loss_coef=0.1,
+        output_router_logits=True,
+        initializer_range=0.1,
+        pad_token_id=3,
+    )
+    before = dict(prepared(text).info["model"])
+    del before["rms_norm_eps"]  # of a version that did not write it
+    more = {"transformers_version": "4.1", "dtype": "float32", "rope_theta": 3.0}
+    state = {**OWN, "samples": len(task.train_data()), "task": {"model": {**before, **more}}}
+    check_continues(PATHS, manifest(**state), TRAIN, task)
+    check_continues(PATHS, manifest(**{**state, "task": {"texts": "joined"}}), TRAIN, task)
+    assert not caplog.records
+    imported = manifest(task={"model": {**before, "sliding_window": 8}})
+    check_continues(PATHS, imported, TRAIN, task)
+    assert "has sliding_window = 8, and this run has sliding_window = None" in caplog.text
 
 
 @pytest.mark.parametrize("changed", ["steps", "seed", "samples", "shard"])
