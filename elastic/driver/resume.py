@@ -253,12 +253,23 @@ def add_snapshot(
 def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: Origin) -> None:
     """Raises ConfigError where there is no state to go on from, and `resume` is "must" or there was
     one: a run that has lost its checkpoints does not begin again without being told to. One that
-    went back to the seed does: what it went back for is no state to go on from."""
-    if origin.manifest is not None:
+    went back to the seed does: what it went back for is no state to go on from. Where there is a
+    state, but not the newest that was committed, it warns, and raises in another store."""
+    given_up, found = find_given_up(origin.happened), origin.manifest
+    step = _last_committed(origin.happened, given_up)
+    if found is not None:
+        if step is not None and step > found.step:
+            if _other_store(paths, origin.happened) is not None:
+                raise _lost(paths, resume, step, origin)
+            log.warning(
+                "%s tells of a checkpoint of step %d, and the newest state that is found is of "
+                "step %d: the run goes on from there. If the checkpoint is somewhere, stop the run "
+                "and bring it to %s",
+                paths.events, step, found.step, paths.checkpoints,
+            )  # fmt: skip
         return
     if origin.passed is not None:
         raise _not_own(paths, origin.passed)
-    given_up = find_given_up(origin.happened)
     gave_up = partial(is_given_up, given_up, identity)
     if resume != "never" and (unreadable := _unreadable(paths, gave_up)):
         raise ConfigError(
@@ -267,8 +278,8 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
             f"no checkpoint in {paths.checkpoints} can be read; there are {', '.join(unreadable)}",
             f"Repair them, or begin anew: delete them, or use {_to_begin_anew(paths)}",
         )
-    if resume != "never" and (step := _last_committed(origin.happened, given_up)) is not None:
-        raise _lost(paths, resume, step, origin.happened)
+    if resume != "never" and step is not None:
+        raise _lost(paths, resume, step, origin)
     if resume == "must":
         raise ConfigError(
             "checkpoint.resume",
@@ -296,18 +307,16 @@ def _not_own(paths: RunPaths, why: CheckpointError) -> ConfigError:
     )
 
 
-def _lost(paths: RunPaths, resume: Resume, step: int, happened: Sequence[Event]) -> ConfigError:
-    """A checkpoint was committed, and there is none: where the store is another one than it was,
-    that is why."""
-    stores = [event.store for event in happened if isinstance(event, RunStarted)]
-    now = "" if paths.store is None else str(paths.store)
+def _lost(paths: RunPaths, resume: Resume, step: int, origin: Origin) -> ConfigError:
+    """A checkpoint was committed, and there is none, or an older one: where the store is another
+    one than it was, that is why."""
     fact = f"a checkpoint of step {step} was committed"
-    there = f"by {paths.events}, and there is none in {paths.checkpoints}"
-    if stores and stores[-1] != now:
-        before = stores[-1] or "the directory of the run"
+    found = "there is none" if origin.manifest is None else f"the newest is {origin.manifest.step}"
+    there = f"by {paths.events}, and {found} in {paths.checkpoints}"
+    if (before := _other_store(paths, origin.happened)) is not None:
         return ConfigError(
             "checkpoint.store",
-            now or None,
+            None if paths.store is None else str(paths.store),
             f"{fact} to {before}, {there}",
             f"Set checkpoint.store as it was, bring the checkpoints here, or begin anew: use "
             f"{_to_begin_anew(paths)}",
@@ -318,6 +327,15 @@ def _lost(paths: RunPaths, resume: Resume, step: int, happened: Sequence[Event])
         f"{fact}, {there}",
         f"Bring the checkpoints back, or begin anew: use {_to_begin_anew(paths)}",
     )
+
+
+def _other_store(paths: RunPaths, happened: Sequence[Event]) -> str | None:
+    """Where checkpoints went at the last start, if that is not where they go now."""
+    stores = [event.store for event in happened if isinstance(event, RunStarted)]
+    now = "" if paths.store is None else str(paths.store)
+    if not stores or stores[-1] == now:
+        return None
+    return stores[-1] or "the directory of the run"
 
 
 def _to_begin_anew(paths: RunPaths) -> str:
@@ -343,9 +361,14 @@ def _unreadable(paths: RunPaths, gave_up: Callable[[Manifest], bool]) -> list[st
 
 
 def _last_committed(happened: Sequence[Event], given_up: Sequence[GivenUp]) -> int | None:
-    """The newest checkpoint that the records tell of, without those that the run went back for."""
+    """The newest checkpoint that the records tell of, without those that the run went back for, or
+    that a later start or restore could not take."""
+    void = list(given_up)
+    for event in happened:
+        if isinstance(event, RegroupDone) and event.outcome in ("start", "restore"):
+            void.append(GivenUp(step=event.step, generation=event.generation))
     told = [e for e in happened if isinstance(e, CheckpointCommitted)]
-    counting = (e for e in told if not any(g.holds(e.step, e.generation) for g in given_up))
+    counting = (e for e in told if not any(v.holds(e.step, e.generation) for v in void))
     return max((e.step for e in counting), default=None)
 
 

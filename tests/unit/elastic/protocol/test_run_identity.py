@@ -385,8 +385,42 @@ def test_a_run_whose_store_was_changed_is_told_so(
     )  # fmt: skip
     assert f"was committed to {store or 'the directory of the run'}, by " in error.fact
     assert error.fix.startswith("Set checkpoint.store as it was")
+    save(after, 4, identity.id)  # some were brought, and not the newest
+    with pytest.raises(ConfigError, match="and the newest is 4 in") as caught:
+        check_found(after, identity, "auto", find(after, identity))
+    assert caught.value.field == "checkpoint.store"
     save(before, 6, identity.id)
     check_found(before, identity, "auto", find(before, identity))
+
+
+def test_a_start_far_back_is_told(paths: RunPaths, caplog: pytest.LogCaptureFixture) -> None:
+    """Once: what it cannot take is no newer state to the next start."""
+    identity = RunIdentity(id="mine")
+    save(paths, 500, identity.id, generation=1)
+
+    def told(*happened: Event) -> str:
+        with EventLog(paths.events) as log:
+            for event in happened:
+                log.append(event)
+        caplog.clear()
+        check_found(paths, identity, "auto", find(paths, identity))
+        return caplog.text
+
+    committed = CheckpointCommitted(time=0, step=500, generation=1, bytes=1, seconds=1)
+    start = replace(ROSTER, generation=1, step=0, outcome="start")
+    began = RunStarted(time=0, name="run", layout={}, steps=9, start_step=0, versions={})
+    assert told(began, start, committed) == ""
+    newer = replace(committed, step=5000, generation=2)
+    said = told(replace(ROSTER, generation=2, step=500, outcome="repeat"), newer)
+    assert "of step 5000" in said and "of step 500:" in said and str(paths.checkpoints) in said
+    back = WentBack(time=2, step=500, before=5100, reason="they differ")
+    assert told(back) == ""
+    assert "of step 700," in told(
+        replace(ROSTER, generation=3, step=500),
+        replace(committed, step=700, generation=3),
+        replace(newer, step=900),  # of the roster before: it came late
+    )
+    assert told(began, replace(start, generation=4, step=500)) == ""
 
 
 def test_a_run_that_went_back_to_the_seed_begins_there_again(paths: RunPaths) -> None:
