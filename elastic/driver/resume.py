@@ -515,6 +515,16 @@ def check_continues(
             f"Use the same data, of text the same paths, seq_len, holdout and tokenizer, and the "
             f"version that began the run, where another one cuts its text otherwise; or {anew}",
         )
+    digest = task.info.get("train_sha256")
+    if (before := state.get("task", {}).get("train_sha256", digest)) != digest and digest:
+        raise ConfigError(
+            "train.task.data",
+            f"tokens with sha256 {digest:.12}",
+            f"the run to be continued has others, or in another order (sha256 {before:.12}): it "
+            f"would take some twice and others never",
+            f"Use the same text, with paths that sort as they did, and holdout, tokenizer and "
+            f"file_tokens as they were; or {anew}",
+        )
 
 
 def _check_shard(lanes: int, train: TrainConfig, anew: str) -> None:

@@ -146,6 +146,12 @@ class TokenSet:
     def __len__(self) -> int:
         return self.index.tokens
 
+    @property
+    def sha256(self) -> str:
+        """Of the tokens in their order, by the index: of what its files hold."""
+        files = "".join(file.sha256 for file in self.index.files)
+        return hashlib.sha256(files.encode()).hexdigest()
+
     def read(self, start: int, count: int) -> Tokens:
         """Copy the tokens at `start` to `start + count`, across files where need be.
 

@@ -73,6 +73,7 @@ class CausalLM:
         """See Task."""
         from trainer.data import TokenDataset
         from trainer.data.prepare import prepare
+        from trainer.data.tokens import TokenSet
 
         text, vocab_size = self._text(), self.vocab_size()
         pretrained = self.model.path if self.model.pretrained else None
@@ -101,6 +102,7 @@ class CausalLM:
                 "texts": self.texts,
                 "train_tokens": data.train_tokens,
                 "val_tokens": data.val_tokens,
+                "train_sha256": TokenSet.open(data.train).sha256,
                 "train_path": data.train,
                 "val_path": data.val,
                 "parameters": sum(param.numel() for param in model.parameters()),

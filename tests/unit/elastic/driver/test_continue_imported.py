@@ -144,6 +144,35 @@ def test_another_function_of_the_same_weights_is_refused(
     assert error.fix.endswith(", or another run_config.name or resume='never'")
 
 
+def test_text_in_another_order_is_refused(tmp_path: Path) -> None:
+    """The files are sorted by their paths; the number of samples stays."""
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 500)
+    data = DataConfig(paths=(str(tmp_path / "*.txt"),), vocab_size=300, holdout=0.0)
+    task = dataclasses.replace(tiny_task(tmp_path), data=data)
+    cache = str(tmp_path / "cache")
+    first = task.prepare(TRAIN, cache)
+    state = {**OWN, "samples": len(first.train_data()), "task": first.info}
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for path in tmp_path.glob("*.txt"):
+        path.rename(moved / path.name)
+    data = dataclasses.replace(data, paths=(str(moved),))
+    again = dataclasses.replace(task, data=data).prepare(TRAIN, cache)
+    check_continues(PATHS, manifest(**state), TRAIN, again)
+    (moved / "a.txt").rename(moved / "d.txt")
+    renamed = dataclasses.replace(task, data=data).prepare(TRAIN, cache)
+    assert len(renamed.train_data()) == state["samples"]
+    with pytest.raises(ConfigError, match="some twice and others never") as caught:
+        check_continues(PATHS, manifest(**state), TRAIN, renamed)
+    error = caught.value
+    before, now = first.info["train_sha256"], renamed.info["train_sha256"]
+    assert (error.field, error.value) == ("train.task.data", f"tokens with sha256 {now[:12]}")
+    assert f"(sha256 {before[:12]})" in error.fact and before != now
+    older = {name: value for name, value in first.info.items() if name != "train_sha256"}
+    check_continues(PATHS, manifest(**{**state, "task": older}), TRAIN, renamed)
+
+
 def test_what_changes_nothing_of_the_function_may_differ(
     text: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
