@@ -131,7 +131,7 @@ def follow(
         The report, which is written by then.
 
     Raises:
-        RunFailedError: the run ended with an error.
+        RunFailedError: the run ended with an error, or nobody knows that it finished.
         RunStoppedError: somebody else has stopped it.
     """
     stopping = Stopping(coordinator)
@@ -157,9 +157,17 @@ def follow(
     if ending.error is not None:
         raise RunFailedError(ending.error, ending.cause)
     stopping.settle()
-    if report.outcome in ("stopped", "interrupted") and not stopping.asked:
-        raise RunStoppedError(str(observer.paths.root), report.outcome, report.steps)
-    return report
+    outcome = "interrupted" if ending.interrupted else report.outcome
+    if outcome == "finished" or stopping.asked:
+        return report
+    root = observer.paths.root
+    if outcome in ("stopped", "interrupted"):
+        raise RunStoppedError(str(root), outcome, report.steps)
+    raise RunFailedError(
+        f"the run in {root} has ended after {report.steps} steps, and its records do not say that "
+        f"it finished (outcome: {outcome}): its coordinator was lost at the end, or its storage "
+        f"refused. The same command goes on with it"
+    )
 
 
 def watch(run: Remote[SupervisorApi], observer: Observer) -> Ending:

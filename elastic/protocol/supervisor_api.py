@@ -22,6 +22,8 @@ class Ending:
     """Why it failed; None where it did not."""
     cause: Cause | None = None
     """See `Stop`."""
+    interrupted: bool = False
+    """Somebody has ended it at once, whatever its records say: its coordinator may be gone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
-from elastic.protocol.events import Event, RunEnded, StepRecord
+from elastic.protocol.events import Event, RunEnded, RunOutcome, RunStarted, StepRecord
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import Ending
-from elastic.reporting.event_log import last_event, read_events, read_steps
+from elastic.reporting.event_log import (
+    EventLog,
+    last_event,
+    last_events,
+    last_step,
+    read_events,
+    read_steps,
+)
 from elastic.reporting.report import Report, build_report, write_report
 
 log = logging.getLogger(__name__)
@@ -17,7 +25,29 @@ log = logging.getLogger(__name__)
 def recorded_ending(paths: RunPaths) -> Ending | None:
     """How a run has ended; None where its records have no end."""
     ended = last_event(paths.events)
-    return Ending(error=ended.error, cause=ended.cause) if isinstance(ended, RunEnded) else None
+    return ending_of(ended) if isinstance(ended, RunEnded) else None
+
+
+def ending_of(ended: RunEnded) -> Ending:
+    """What the last event of a run says to those who wait for its end."""
+    interrupted = ended.outcome == "interrupted"
+    return Ending(error=ended.error, cause=ended.cause, interrupted=interrupted)
+
+
+def record_end(paths: RunPaths, began: float, outcome: RunOutcome, error: str | None) -> None:
+    """Writes down how a run has ended whose coordinator is gone for good; for its supervisor.
+    Nothing where the records have an end, or have not come to the start that `began` then.
+
+    Raises:
+        OSError: the storage refuses.
+    """
+    started = last_events(paths.events, RunStarted)
+    if [one.time for one in started] != [began] or recorded_ending(paths) is not None:
+        return
+    last = last_step(paths.steps, lambda _: True, lenient=True)
+    step = 0 if last is None else last.step + 1
+    with EventLog(paths.events) as records:
+        records.append(RunEnded(time=time.time(), step=step, outcome=outcome, error=error))
 
 
 def conclude(paths: RunPaths) -> Report:

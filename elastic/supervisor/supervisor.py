@@ -23,11 +23,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import ray
 from ray.train import TrainingFailedError
 
+from elastic.coordinator.run_log import await_closed
 from elastic.errors import RunGoesOnError
 from elastic.node.snapshot_survey import clear_snapshots, end_is_stored, has_kept_snapshots
 from elastic.protocol.coordinator_api import CoordinatorApi
@@ -42,7 +43,7 @@ from elastic.ray_compat.groups import end_all
 from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.trainer import ElasticRayTrainer
 from elastic.ray_compat.workers import WorkerNames
-from elastic.reporting.conclusion import conclude
+from elastic.reporting.conclusion import conclude, ending_of, record_end
 from elastic.reporting.event_log import find_end
 from elastic.supervisor.coordinator_watch import CoordinatorWatch
 from elastic.supervisor.plan import RunPlan
@@ -136,7 +137,7 @@ class Supervisor(SupervisorApi):
 
     def _supervise(self, paths: RunPaths) -> Ending:
         if self._anew and (ended := _find_end(paths, self._plan.began)) is not None:
-            return Ending(error=ended.error, cause=ended.cause)
+            return ending_of(ended)
         drains = DrainWatch(draining_nodes, tell_coordinator(self._coordinator))
         with CoordinatorWatch(self._coordinator), contextlib.closing(drains):
             try:
@@ -145,11 +146,25 @@ class Supervisor(SupervisorApi):
                 ending = _own_failure()
             outcome: RunOutcome = "failed" if ending.error else "finished"
             if self._interrupted:
-                outcome, ending = "interrupted", Ending(error=None)
+                outcome, ending = "interrupted", Ending(error=None, interrupted=True)
             # Watched until it has answered: the call waits for it as long as it lives.
-            with contextlib.suppress(ray.exceptions.RayError):
+            try:
                 self._coordinator.call(CoordinatorApi.end, outcome, ending.error)
+            except ray.exceptions.RayActorError:  # gone for good, as after `end_at_once`
+                self._record_end(outcome, ending.error)
+            except ray.exceptions.RayError as error:
+                log.warning("the coordinator has not written the end down: %s", error)
         return ending
+
+    def _record_end(self, outcome: RunOutcome, error: str | None) -> None:
+        """In the coordinator's place. That alone knows whether a run that went well was stopped."""
+        if outcome == "finished":
+            return
+        what = (self._plan.job.paths, self._plan.began, outcome, error)
+        try:
+            asyncio.run(await_closed(ThreadPoolExecutor(1).submit(record_end, *what)))
+        except OSError:
+            log.exception("the end of the run is in no record")
 
     def _train(self) -> Ending:
         plan = self._plan

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from checkpointing import CheckpointConfig
-from elastic.protocol.events import SnapshotTaken
+from elastic.protocol.events import RunEnded, RunStarted, SnapshotTaken, StepRecord
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths, hold_run
-from elastic.reporting.event_log import EventLog
+from elastic.protocol.supervisor_api import Ending
+from elastic.reporting.conclusion import recorded_ending
+from elastic.reporting.event_log import EventLog, last_event
 from elastic.supervisor import supervisor
 from elastic.supervisor.supervisor import Supervisor
 from tests.support.run_plan import run_plan
@@ -107,6 +110,50 @@ def test_nodes_are_asked_to_clear_where_some_start_of_the_run_kept_snapshots(
         assert asyncio.run(Supervisor(kept).ending(PATIENCE_S)) is not None
     assert asked == [paths] * asks
     assert outside_a_cluster.wait(PATIENCE_S)  # else it would start Ray here, for its own actor
+
+
+class Gone(Remote[Any]):
+    """A coordinator that was ended for good."""
+
+    def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ActorDiedError
+
+
+@pytest.mark.parametrize("began", [1.0, 2.0])
+def test_a_run_whose_coordinator_was_ended_has_its_end_in_the_records(
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    outside_a_cluster: threading.Event,
+    began: float,
+) -> None:
+    """Else its driver takes it for done, and whoever watches it for dead. A start
+    that the records do not know has no end in them."""
+
+    def train(of_run: Supervisor) -> Ending:
+        of_run._interrupted = True
+        return Ending(error="the coordinator died")
+
+    monkeypatch.setattr(Supervisor, "_train", train)
+    monkeypatch.setattr(supervisor, "draining_nodes", dict)
+    started = RunStarted(time=1.0, name="r", layout={}, steps=9, start_step=0, versions={})
+    step = StepRecord(
+        step=4, loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, time=3.0, generation=1, replicas=1,
+        sample_digests=[1],
+    )  # fmt: skip
+    with EventLog(paths.events) as log, EventLog(paths.steps) as steps:
+        log.append(started)
+        steps.append(step)
+    kept: Any = SimpleNamespace(value=replace(run_plan(paths, Gone(None)), began=began))
+    ending = asyncio.run(Supervisor(kept).ending(PATIENCE_S))
+    assert ending == Ending(error=None, interrupted=True)
+    last = last_event(paths.events)
+    if began == started.time:
+        assert isinstance(last, RunEnded)
+        assert (last.outcome, last.step, last.error) == ("interrupted", 5, None)
+        assert recorded_ending(paths) == ending
+    else:
+        assert last == started
+    assert outside_a_cluster.wait(PATIENCE_S)
 
 
 def test_whoever_waits_for_the_end_keeps_no_call_for_longer_than_said(

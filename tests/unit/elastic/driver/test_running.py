@@ -1,0 +1,78 @@
+"""What a driver makes of a run that goes on, and of its end; without Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from elastic.driver.observer import Observer
+from elastic.driver.running import follow
+from elastic.errors import RunFailedError, RunStoppedError
+from elastic.protocol.events import RunEnded, RunOutcome, RunStarted
+from elastic.protocol.rpc import Remote
+from elastic.protocol.run_paths import RunPaths
+from elastic.protocol.supervisor_api import Ending
+from elastic.reporting.event_log import EventLog
+
+STARTED = RunStarted(time=1.0, name="r", layout={}, steps=9, start_step=0, versions={})
+
+
+@pytest.fixture(autouse=True)
+def outside_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No actor is there to be ended."""
+    monkeypatch.setattr(ray, "kill", lambda handle: None)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(root=tmp_path / "run")
+
+
+class Over(Remote[Any]):
+    """The supervisor of a run that has ended."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(None)
+        self.ending = ending
+
+    def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.ending
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "recorded", "error", "says"),
+    [
+        (True, None, RunStoppedError, "was interrupted by somebody else after 0 steps"),
+        (True, "interrupted", RunStoppedError, "was interrupted by somebody else"),
+        (False, "stopped", RunStoppedError, "was stopped by somebody else"),
+        (False, None, RunFailedError, r"do not say that it finished \(outcome: unfinished\)"),
+        (False, "failed", RunFailedError, r"do not say that it finished \(outcome: failed\)"),
+    ],
+)
+def test_a_run_is_done_only_where_it_is_known_to_have_finished(
+    paths: RunPaths,
+    interrupted: bool,
+    recorded: RunOutcome | None,
+    error: type[Exception],
+    says: str,
+) -> None:
+    """Else a program goes on with a model that is half trained. The end of a run may be in no
+    record: its coordinator was ended as it did not answer, and the storage refused."""
+    with EventLog(paths.events) as log:
+        log.append(STARTED)
+        if recorded is not None:
+            log.append(RunEnded(time=2.0, step=3, outcome=recorded, error=None))
+    run = Over(Ending(error=None, interrupted=interrupted))
+    with pytest.raises(error, match=says):
+        follow(run, Remote(None), Observer(paths, ()))
+
+
+def test_a_run_that_has_finished_is_done(paths: RunPaths) -> None:
+    with EventLog(paths.events) as log:
+        log.append(STARTED)
+        log.append(RunEnded(time=2.0, step=9, outcome="finished", error=None))
+    report = follow(Over(Ending(error=None)), Remote(None), Observer(paths, ()))
+    assert report.outcome == "finished"
