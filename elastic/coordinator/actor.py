@@ -98,7 +98,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import newest_own, recorded_identity
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import export_actors, is_actor, own_address, started_anew
-from elastic.ray_compat.kept import Kept
+from elastic.ray_compat.kept import Kept, kept_stop
 from elastic.reporting.event_log import present_start, read_events, recent_steps
 from health.verdict import Sign
 
@@ -297,7 +297,25 @@ class Coordinator(CoordinatorApi):
             self._dispatcher.ready.set()
         self._records.begin(happened)
         if is_actor():
+            self._take_up_stop()
             self._supervised.begin()
+
+    def _take_up_stop(self) -> None:
+        """The run may have been told to stop while no coordinator could take the call, by a driver
+        that is gone (see `keep_stop`)."""
+        try:
+            reason = kept_stop(self.config.prefix)
+        except Exception as error:  # it would be this actor's end: Ray retries no creation
+            log.warning("whether the run was told to stop is not known: %s", error)
+            return
+        if reason is not None:
+            self._note_stop(reason)
+
+    def _note_stop(self, reason: str) -> None:
+        """Once: the run is to stop."""
+        if not self._membership.winding_down:
+            self._records.note(events.StopRequested(time=time.time(), reason=reason))
+            self._membership.wind_down()
 
     def _watch_for_standstill(self, evidence: Aside) -> StandstillWatch | None:
         if self.config.health.progress_timeout_s is None:
@@ -691,10 +709,8 @@ class Coordinator(CoordinatorApi):
 
     @_when_known
     async def wind_down(self, reason: str) -> None:
-        if not self._membership.winding_down:
-            self._records.note(events.StopRequested(time=time.time(), reason=reason))
-            self._membership.wind_down()
-            await self._dispatcher.advance()
+        self._note_stop(reason)
+        await self._dispatcher.advance()
 
     async def awake(self) -> None:
         self._pulses.begin()  # workers may be waited for for long

@@ -142,6 +142,7 @@ class Launch:
             log.warning("the run in %s is going on: attached to it", paths.root)
             observer = Observer(paths, self.callbacks, attaches=True)
             paths, coordinator, task_info = about.job.paths, about.job.coordinator, about.task_info
+            prefix = paths.prefix_of(about.job.attempt)
         else:
             directory = run_directory(self.run_config, self.checkpoint, self._claim)
             with directory as paths, phases(sys.stderr):
@@ -155,11 +156,11 @@ class Launch:
                 observer.start()
                 return _result(paths, observer.finish(), finished)
             task_info = ready.task.info
-            run, coordinator, observer = started
+            run, coordinator, prefix, observer = started
         if detach:
             return Result(metrics=None, checkpoint=None, error=None, path=str(paths.root))
         # At once: until then, a signal would leave the run going on.
-        return _result(paths, follow(run, coordinator, observer), task_info)
+        return _result(paths, follow(run, coordinator, prefix, observer), task_info)
 
     def _claim(self, paths: RunPaths) -> None:
         """Ends what lives on of a start whose supervisor is gone, before it is looked what there is
@@ -248,8 +249,9 @@ class Launch:
 
     def _start(
         self, paths: RunPaths, ready: _Ready
-    ) -> tuple[Remote[SupervisorApi], Remote[CoordinatorApi], Observer]:
-        """Starts the run: from here on it belongs to the cluster."""
+    ) -> tuple[Remote[SupervisorApi], Remote[CoordinatorApi], str, Observer]:
+        """Starts the run: from here on it belongs to the cluster. Returns its supervisor, its
+        coordinator, the prefix of its names, and the observer."""
         identity, model, origin, task = ready.identity, ready.model, ready.origin, ready.task
         tell("joining the Ray cluster")
         connect()
@@ -270,7 +272,7 @@ class Launch:
         set_others_aside(paths, origin, identity, model)
         remove_orphans(paths, last_generation(origin) + 1)
         attempt = secrets.randbits(31)
-        prefix = f"{paths.key}/{attempt:08x}/"
+        prefix = paths.prefix_of(attempt)
         config = self._coordinator_config(paths, ready, plan, prefix)
         observer = Observer(paths, self.callbacks)
         try:
@@ -304,7 +306,7 @@ class Launch:
         except BaseException:
             end_all(prefix)
             raise
-        return run, coordinator, observer
+        return run, coordinator, prefix, observer
 
     def _say_layout(self) -> None:
         """What the layout is called, and what follows from it for a fault: a warning where one

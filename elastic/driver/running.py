@@ -117,7 +117,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def follow(
-    run: Remote[SupervisorApi], coordinator: Remote[CoordinatorApi], observer: Observer
+    run: Remote[SupervisorApi],
+    coordinator: Remote[CoordinatorApi],
+    prefix: str,
+    observer: Observer,
 ) -> Report:
     """Shows a run until it ends. The first Ctrl-C or SIGTERM has it save and stop, the second ends
     it at once.
@@ -125,6 +128,7 @@ def follow(
     Args:
         run: its supervisor.
         coordinator: its coordinator.
+        prefix: of its names.
         observer: tells the callbacks.
 
     Returns:
@@ -134,7 +138,7 @@ def follow(
         RunFailedError: the run ended with an error, or nobody knows that it finished.
         RunStoppedError: somebody else has stopped it.
     """
-    stopping = Stopping(coordinator)
+    stopping = Stopping(coordinator, prefix)
     try:
         with stopping:
             observer.start()

@@ -13,6 +13,7 @@ import ray
 
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote
+from elastic.ray_compat.kept import keep_stop
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +29,11 @@ class Stopping:
 
     Args:
         coordinator: the run's coordinator actor.
+        prefix: of the run's names.
     """
 
-    def __init__(self, coordinator: Remote[CoordinatorApi]) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Remote[CoordinatorApi], prefix: str) -> None:
+        self._coordinator, self._prefix = coordinator, prefix
         self._before: dict[int, Any] = {}
         self._number: int | None = None
 
@@ -78,6 +80,13 @@ class Stopping:
     def _tell(self) -> None:
         name = signal.Signals(self._number or 0).name
         log.warning("%s: the run saves and stops after this step; again: it stops at once", name)
+        # First, as it needs no head of Ray. But nobody may take it before `ray job stop` kills this
+        # process, and then it is lost: the next coordinator finds what is kept.
+        self._coordinator.send(CoordinatorApi.wind_down, name)
+        try:
+            keep_stop(self._prefix, name)
+        except Exception as error:
+            log.warning("a coordinator that is started anew will not know of it: %s", error)
         try:
             self._coordinator.call(CoordinatorApi.wind_down, name)
         except ray.exceptions.RayError as error:

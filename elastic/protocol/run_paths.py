@@ -32,6 +32,11 @@ class RunPaths:
         """Tells the run from all others on a cluster."""
         return f"{self.root.name}-{hashlib.sha256(bytes(self.root)).hexdigest()[:12]}"
 
+    def prefix_of(self, attempt: int) -> str:
+        """What the names of all that belongs to one start of the run on a cluster begin with (see
+        `Job.attempt`)."""
+        return f"{self.key}/{attempt:08x}/"
+
     @property
     def identity(self) -> Path:
         """The run's id (`run_identity.py`)."""

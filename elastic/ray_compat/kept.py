@@ -48,6 +48,25 @@ class Kept(Generic[_Value]):
         return value
 
 
+def keep_stop(prefix: str, reason: str) -> None:
+    """Leaves word that a run is to stop, for a coordinator that can take no call now: its driver
+    may be gone by then. `forget` takes it back, with the rest of the run.
+
+    Args:
+        prefix: of the names of this start of the run; the next one is not to stop.
+        reason: by what.
+    """
+    Kept.keep(f"{prefix}stop", reason)
+
+
+def kept_stop(prefix: str) -> str | None:
+    """The reason that was left by `keep_stop`; None where there is none."""
+    try:
+        return Kept[str](f"{prefix}stop").value
+    except KeyError:
+        return None
+
+
 def forget(prefix: str) -> None:
     """Deletes all that lies under keys that begin with `prefix`."""
     _store().internal_kv_del(prefix.encode(), True, _SPACE)

@@ -57,7 +57,7 @@ def damaged(tmp_path: Path) -> RunPaths:
 def test_records_that_cannot_be_read_hide_no_failure(cluster: None, damaged: RunPaths) -> None:
     run: Any = start_actor(Ended, max_concurrency=10)("user code raised")
     with pytest.raises(RunFailedError, match="user code raised") as failed:
-        follow(run, Remote(None), Observer(damaged, ()))
+        follow(run, Remote(None), "run/", Observer(damaged, ()))
     assert failed.value.cause == USER_ERROR
     assert isinstance(failed.value.__cause__, OSError)
     wait_until(lambda: is_gone(run), 20)
@@ -75,7 +75,7 @@ def is_gone(run: Any) -> bool:
 def test_of_a_run_that_went_well_they_are_told(cluster: None, damaged: RunPaths) -> None:
     run: Any = start_actor(Ended, max_concurrency=10)(None)
     with pytest.raises(OSError):
-        follow(run, Remote(None), Observer(damaged, ()))
+        follow(run, Remote(None), "run/", Observer(damaged, ()))
 
 
 @pytest.mark.parametrize("outcome", ["stopped", "interrupted", "finished"])
@@ -88,10 +88,10 @@ def test_who_follows_a_run_that_somebody_else_stops_does_not_take_it_for_done(
         log.append(RunEnded(time=1.0, step=3, outcome=outcome, error=None))
     run: Any = start_actor(Ended, max_concurrency=10)(None)
     if outcome == "finished":
-        assert follow(run, Remote(None), Observer(paths, ())).outcome == outcome
+        assert follow(run, Remote(None), "run/", Observer(paths, ())).outcome == outcome
         return
     with pytest.raises(RunStoppedError, match=f"was {outcome} by somebody else"):
-        follow(run, Remote(None), Observer(paths, ()))
+        follow(run, Remote(None), "run/", Observer(paths, ()))
     assert (paths.root / "report.json").exists()
 
 
@@ -104,7 +104,7 @@ def test_a_second_ctrl_c_is_a_ctrl_c_also_where_the_supervisor_is_gone(
     run = Interrupted(start_actor(GoingOn, max_concurrency=10)(None).handle)
     ray.kill(run.handle)
     with pytest.raises(KeyboardInterrupt):
-        follow(run, Remote(None), Observer(paths, ()))
+        follow(run, Remote(None), "run/", Observer(paths, ()))
     assert (paths.root / "report.json").exists()
 
 

@@ -38,8 +38,10 @@ from elastic.protocol.coordinator_api import UnheardError
 from elastic.protocol.messages import Build, Identity, Report, Signal, Standing, Stop
 from elastic.protocol.run_identity import RunIdentity, record_identity
 from elastic.protocol.run_paths import RunPaths
+from elastic.ray_compat.kept import keep_stop
 from elastic.reporting.event_log import EventLog, read_events
 from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.kept_in_memory import KeptInMemory
 from tests.support.tiny_checkpoint import NUMBERS
 
 STOP = events.StopRequested(time=1.0, reason="SIGINT")
@@ -283,6 +285,34 @@ def test_a_stop_is_known_to_an_end_that_comes_before_the_workers(
     ended = read_events(config.paths.events)[-1]
     assert isinstance(ended, events.RunEnded)
     assert (ended.outcome, ended.step) == ("stopped", 4)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stop_that_no_coordinator_could_take_is_taken_by_the_next_one(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Its driver was killed meanwhile. The next start of the run goes on."""
+    KeptInMemory(monkeypatch)
+    keep_stop(config.prefix, "SIGTERM")
+    monkeypatch.setattr(actor, "is_actor", lambda: True)
+    monkeypatch.setattr(actor, "export_actors", lambda *_: None)
+    if first:
+        monkeypatch.setattr(actor, "started_anew", lambda: False)
+    else:
+        write(config, config.started, BEGUN, steps=4)
+
+    async def stopped(of_start: CoordinatorConfig) -> bool:
+        coordinator = Coordinator(of_start)
+        asked = coordinator._membership.winding_down
+        await coordinator.end("finished", None)
+        return asked
+
+    assert asyncio.run(stopped(config))
+    happened = read_events(config.paths.events)
+    assert [e.reason for e in happened if isinstance(e, events.StopRequested)] == ["SIGTERM"]
+    assert kinds(happened)[0] == "run_started"
+    monkeypatch.setattr(actor, "started_anew", lambda: False)
+    assert not asyncio.run(stopped(replace(config, prefix="run/2/")))
 
 
 async def record_on_a_slow_disk(config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,12 +67,12 @@ def test_a_run_is_done_only_where_it_is_known_to_have_finished(
             log.append(RunEnded(time=2.0, step=3, outcome=recorded, error=None))
     run = Over(Ending(error=None, interrupted=interrupted))
     with pytest.raises(error, match=says):
-        follow(run, Remote(None), Observer(paths, ()))
+        follow(run, Remote(None), "run/", Observer(paths, ()))
 
 
 def test_a_run_that_has_finished_is_done(paths: RunPaths) -> None:
     with EventLog(paths.events) as log:
         log.append(STARTED)
         log.append(RunEnded(time=2.0, step=9, outcome="finished", error=None))
-    report = follow(Over(Ending(error=None)), Remote(None), Observer(paths, ()))
+    report = follow(Over(Ending(error=None)), Remote(None), "run/", Observer(paths, ()))
     assert report.outcome == "finished"

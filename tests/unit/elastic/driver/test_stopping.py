@@ -1,0 +1,54 @@
+"""Signals to a driver, and a coordinator that cannot take its call; without Ray."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic.driver.stopping import Stopping
+from elastic.protocol.rpc import Remote
+from elastic.ray_compat.kept import forget, kept_stop
+from tests.support.kept_in_memory import KeptInMemory
+
+PATIENCE_S = 20.0
+
+
+class Frozen(Remote[Any]):
+    """A coordinator that answers no call until the test is over."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.sent: list[str] = []
+        self.over = threading.Event()
+
+    def send(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sent.append(method.__name__)
+
+    def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        self.over.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def frozen() -> Iterator[Frozen]:
+    coordinator = Frozen()
+    yield coordinator
+    coordinator.over.set()
+
+
+def test_a_stop_outlives_a_driver_whose_coordinator_does_not_answer(
+    frozen: Frozen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray job stop` kills it 3 s after the signal: the next coordinator must know."""
+    store = KeptInMemory(monkeypatch)
+    with Stopping(frozen, "run/1/") as stopping:
+        signal.raise_signal(signal.SIGTERM)
+        assert stopping.asked and store.put.wait(PATIENCE_S)
+    assert frozen.sent == ["wind_down"]
+    assert kept_stop("run/1/") == "SIGTERM"
+    assert kept_stop("run/2/") is None, "the next start is not to stop"
+    forget("run/1/")
+    assert kept_stop("run/1/") is None
