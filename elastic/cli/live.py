@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpointing.named_directory import named_directory
 from elastic.exit_status import decide_status_of
-from elastic.protocol.events import RunEnded
+from elastic.protocol.events import BY_HAND, RunEnded
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import last_event
 from trainer.errors import ConfigError
@@ -87,7 +87,7 @@ def stop_run(options: argparse.Namespace) -> int:
             run.call(SupervisorApi.interrupt)
         else:
             coordinator = run.call(SupervisorApi.about).job.coordinator
-            coordinator.call(CoordinatorApi.wind_down, "elastic stop")
+            coordinator.call(CoordinatorApi.wind_down, BY_HAND)
     paths = paths_of(options)
     ending = await_end(run, paths)
     if ending.error is None:

@@ -44,7 +44,15 @@ from elastic.driver.resume import (
     skips_of,
     steps_done,
 )
-from elastic.driver.running import check_same, find_run, follow, has_finished, may_be_going_on
+from elastic.driver.running import (
+    await_end,
+    check_same,
+    find_run,
+    follow,
+    has_finished,
+    is_leaving,
+    may_be_going_on,
+)
 from elastic.errors import RunGoesOnError
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
@@ -128,7 +136,7 @@ class Launch:
         run = None
         if may_be_going_on(paths):
             connect()
-            run = find_run(paths)
+            run = _find_run_to_attach(paths)
         if run is not None:
             about = run.call(SupervisorApi.about)
             self.lanes = about.job.lanes
@@ -437,6 +445,19 @@ def _check_outlives() -> None:
         raise ConfigError("detach", True, fact, fix)
     if has_started_one():
         log.warning("detach = True: %s. %s.", fact, fix)
+
+
+def _find_run_to_attach(paths: RunPaths) -> Remote[SupervisorApi] | None:
+    """The run that is going on; see `find_run`. One that ends as its driver was told to go is
+    waited for, and then gone on with: a platform that moves a driver starts it again, and it would
+    take that end for somebody's will."""
+    while (run := find_run(paths)) is not None:
+        job = run.call(SupervisorApi.about).job
+        if not is_leaving(job.paths, job.paths.prefix_of(job.attempt)):
+            break
+        log.warning("the run in %s saves and stops: waiting for that, to go on with it", paths.root)
+        await_end(run, paths)
+    return run
 
 
 def _end_leftovers(paths: RunPaths) -> None:

@@ -18,14 +18,15 @@ from elastic.driver.observer import Observer
 from elastic.driver.stopping import Stopping
 from elastic.errors import RunFailedError, RunStoppedError
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.events import RunEnded
+from elastic.protocol.events import BY_HAND, RunEnded, RunStarted, StopRequested
 from elastic.protocol.job import Job
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import WAIT_S, Ending, SupervisorApi
 from elastic.ray_compat.cluster import find_actor
+from elastic.ray_compat.kept import kept_stop
 from elastic.reporting.conclusion import recorded_ending
-from elastic.reporting.event_log import last_event
+from elastic.reporting.event_log import last_event, read_events
 from elastic.reporting.report import Report
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
@@ -64,6 +65,21 @@ def find_run(paths: RunPaths, *, looks_only: bool = False) -> Remote[SupervisorA
             ray.kill(handle)
         time.sleep(_LOOK_S)
     return None
+
+
+def is_leaving(paths: RunPaths, prefix: str) -> bool:
+    """Whether the run that goes on ends as its driver was sent a signal: after the step that was
+    under way then, though it may save for minutes. Not so where somebody wants it to end.
+
+    Args:
+        paths: its directory.
+        prefix: of its names.
+    """
+    # By the order of the lines: their times may be of two machines.
+    told = read_events(paths.events, kinds=(RunStarted, StopRequested), lenient=True)
+    if told and isinstance(told[-1], StopRequested):
+        return told[-1].reason != BY_HAND
+    return kept_stop(prefix) is not None
 
 
 def check_same(

@@ -496,12 +496,16 @@ class VerdictReached(Event):
     next step. Of the same fault of several machines at once one does."""
 
 
+BY_HAND = "elastic stop"
+"""Why somebody's `StopRequested` came."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StopRequested(Event):
     """The run was asked to end: it saves, and ends, after the step that is under way."""
 
     reason: str
-    """By what."""
+    """By what: `BY_HAND`, or the signal that its driver was sent."""
 
 
 @dataclass(frozen=True, kw_only=True)

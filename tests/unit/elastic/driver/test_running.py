@@ -8,14 +8,25 @@ from typing import Any
 import pytest
 import ray
 
+from elastic.driver import launch
 from elastic.driver.observer import Observer
 from elastic.driver.running import follow
 from elastic.errors import RunFailedError, RunStoppedError
-from elastic.protocol.events import RunEnded, RunOutcome, RunStarted
+from elastic.protocol.events import (
+    BY_HAND,
+    Event,
+    RunEnded,
+    RunOutcome,
+    RunStarted,
+    StopRequested,
+)
 from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
-from elastic.protocol.supervisor_api import Ending
+from elastic.protocol.supervisor_api import About, Ending, SupervisorApi
+from elastic.ray_compat.kept import keep_stop
 from elastic.reporting.event_log import EventLog
+from tests.support.kept_in_memory import KeptInMemory
+from tests.support.run_plan import run_plan
 
 STARTED = RunStarted(time=1.0, name="r", layout={}, steps=9, start_step=0, versions={})
 
@@ -76,3 +87,48 @@ def test_a_run_that_has_finished_is_done(paths: RunPaths) -> None:
         log.append(RunEnded(time=2.0, step=9, outcome="finished", error=None))
     report = follow(Over(Ending(error=None)), Remote(None), "run/", Observer(paths, ()))
     assert report.outcome == "finished"
+
+
+class Leaving(Remote[Any]):
+    """The supervisor of a run that is over once somebody has waited for its end."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        super().__init__(None)
+        self.job, self.over = run_plan(paths, Remote(None)).job, False
+
+    def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        if method is SupervisorApi.about:
+            return About(job=self.job, task_info={})
+        assert method is SupervisorApi.ending
+        self.over = True
+        return Ending(error=None)
+
+
+@pytest.mark.parametrize(
+    ("told", "kept", "waits"),
+    [
+        ([STARTED], False, False),
+        ([STARTED], True, True),
+        ([STARTED, StopRequested(time=0.5, reason="SIGTERM")], False, True),
+        ([STARTED, StopRequested(time=2.0, reason=BY_HAND)], False, False),
+        ([StopRequested(time=0.5, reason="SIGTERM"), STARTED], False, False),
+    ],
+)
+def test_a_driver_that_was_moved_goes_on_with_the_run_that_it_was_told_to_leave(
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    told: list[Event],
+    kept: bool,
+    waits: bool,
+) -> None:
+    """The platform that has ended it starts it again while the run still saves. Attached, it would
+    end as if somebody had wanted that: with 93, and nobody would start it any more."""
+    KeptInMemory(monkeypatch)
+    with EventLog(paths.events) as log:
+        for event in told:
+            log.append(event)
+    run = Leaving(paths)
+    if kept:
+        keep_stop(paths.prefix_of(run.job.attempt), "SIGTERM")
+    monkeypatch.setattr(launch, "find_run", lambda _: None if run.over else run)
+    assert launch._find_run_to_attach(paths) is (None if waits else run)
