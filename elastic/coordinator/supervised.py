@@ -9,7 +9,7 @@ import time
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.run_log import RunLog, await_closed
-from elastic.ray_compat.cluster import end_own_actor
+from elastic.ray_compat.cluster import end_actors, end_own_actor
 from elastic.ray_compat.groups import end_all
 from health.lease import AwakeClock
 
@@ -23,13 +23,13 @@ class Supervised:
     """The supervisor's lease, which it renews with every question whether the coordinator answers.
 
     Args:
-        config: how long it lasts, and the prefix of all that is to be ended.
+        config: how long it lasts, and the names of all that is to be ended.
         dispatcher: tells the workers.
         records: where it is written down.
     """
 
     def __init__(self, config: CoordinatorConfig, dispatcher: Dispatcher, records: RunLog) -> None:
-        self._limit_s, self._prefix = config.health.supervisor_timeout_s, config.prefix
+        self._limit_s, self._config = config.health.supervisor_timeout_s, config
         self._dispatcher, self._records = dispatcher, records
         self._clock = AwakeClock(self._limit_s / _LOOKS)
         self._renewed_s = 0.0
@@ -62,7 +62,10 @@ class Supervised:
             log.exception("the end of the run is in no record")
         while True:  # nobody else would
             try:
-                await asyncio.to_thread(end_all, self._prefix)
+                # A frozen supervisor holds the lock and the name, and whoever asks it waits. First:
+                # once it is let go on, it would start workers.
+                await asyncio.to_thread(end_actors, self._config.paths.key)
+                await asyncio.to_thread(end_all, self._config.prefix)
                 end_own_actor()
             except Exception:  # Ray may be unreachable for a while
                 log.exception("something of the run is left; it is tried again")

@@ -16,14 +16,14 @@ from checkpointing.field_types import type_name
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.driver.observer import Observer
 from elastic.driver.stopping import Stopping
-from elastic.errors import RunFailedError, RunStoppedError
+from elastic.errors import RunFailedError, RunGoesOnError, RunStoppedError
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import BY_HAND, RunEnded, RunStarted, StopRequested
 from elastic.protocol.job import Job
-from elastic.protocol.rpc import Remote
+from elastic.protocol.rpc import Remote, until_answered
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import WAIT_S, Ending, SupervisorApi
-from elastic.ray_compat.cluster import find_actor
+from elastic.ray_compat.cluster import NAMESPACE, find_actor
 from elastic.ray_compat.kept import kept_stop
 from elastic.reporting.conclusion import recorded_ending
 from elastic.reporting.event_log import last_event, read_events
@@ -36,6 +36,10 @@ log = logging.getLogger(__name__)
 _GONE_S = 10.0
 """How long Ray may take to free the name of an actor that was ended."""
 _LOOK_S = 0.05
+
+_SILENT_S = 120.0
+"""How long a supervisor may be silent to whoever looks for its run. Ray takes some 65 s to notice
+that its machine is gone, and some more to start it on another."""
 
 
 def may_be_going_on(paths: RunPaths) -> bool:
@@ -53,18 +57,36 @@ def has_finished(paths: RunPaths) -> bool:
 def find_run(paths: RunPaths, *, looks_only: bool = False) -> Remote[SupervisorApi] | None:
     """The supervisor of the run that is going on in this run directory, on the cluster that this
     process has joined; None where none is. One whose run is over is ended, for another to take its
-    name; where whoever asks `looks_only` it is left to write the report."""
+    name; where whoever asks `looks_only` it is left to write the report.
+
+    Raises:
+        RunGoesOnError: the supervisor is there, and does not answer.
+    """
     deadline = time.monotonic() + _GONE_S
     while (handle := find_actor(paths.key)) is not None and time.monotonic() < deadline:
         with contextlib.suppress(ray.exceptions.RayActorError):
             run = Remote[SupervisorApi](handle)
-            if run.call(SupervisorApi.going_on):
+            if _is_going_on(run, paths):
                 return run
             if looks_only:
                 return None
             ray.kill(handle)
         time.sleep(_LOOK_S)
     return None
+
+
+def _is_going_on(run: Remote[SupervisorApi], paths: RunPaths) -> bool:
+    try:
+        return until_answered(lambda: run.send(SupervisorApi.going_on), _SILENT_S)
+    except ray.exceptions.GetTimeoutError as silent:
+        raise RunGoesOnError(
+            "run_config.name",
+            paths.root.name,
+            f"a run of this name is going on, and its supervisor (Ray's actor {paths.key} in the "
+            f"namespace {NAMESPACE}) has not answered in {_SILENT_S:g} s",
+            "Is its process frozen? Let it go on, or kill it: Ray starts another. The coordinator "
+            "ends such a run after health.supervisor_timeout_s",
+        ) from silent
 
 
 def is_leaving(paths: RunPaths, prefix: str) -> bool:

@@ -66,15 +66,22 @@ class Remote(Generic[_Methods]):
         return answer
 
 
-def until_answered(send: Callable[[], ObjectRef[_Answer]]) -> _Answer:
+def until_answered(
+    send: Callable[[], ObjectRef[_Answer]], timeout_s: float | None = None
+) -> _Answer:
     """As `Remote.call`, for a call whose arguments may change from one try to the next.
 
     Args:
         send: makes the call.
+        timeout_s: how long an actor that lives may be silent; None: for ever, as one may that is
+            frozen.
+
+    Raises:
+        ray.exceptions.GetTimeoutError: it was silent for longer.
     """
     while True:
         try:
-            return ray.get(send())
+            return ray.get(send(), timeout=timeout_s)
         except ray.exceptions.ActorUnavailableError:
             time.sleep(RETRY_S)
 

@@ -19,12 +19,14 @@ def test_what_is_left_of_the_run_is_ended_as_often_as_it_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else would, and placement groups hold machines."""
-    refusals, left = [ConnectionError("Ray is away")], asyncio.Event()
+    refusals, left, ended = [ConnectionError("Ray is away")], asyncio.Event(), list[str]()
 
     def end_all(prefix: str) -> None:
         if refusals:
             raise refusals.pop()
+        ended.append(prefix)
 
+    monkeypatch.setattr(supervised, "end_actors", ended.append)
     monkeypatch.setattr(supervised, "end_all", end_all)
     monkeypatch.setattr(supervised, "end_own_actor", left.set)
     health = HealthConfig(supervisor_timeout_s=0.05)
@@ -35,5 +37,7 @@ def test_what_is_left_of_the_run_is_ended_as_often_as_it_takes(
         await asyncio.wait_for(left.wait(), 20.0)
         end = read_events(desk.paths.events)[-1]
         assert isinstance(end, RunEnded) and end.outcome == "failed" and not refusals
+        supervisor = desk.paths.key  # it may be frozen, and its name and lock would stay
+        assert ended[-3:] == [supervisor, supervisor, desk.config.prefix]
 
     asyncio.run(play())

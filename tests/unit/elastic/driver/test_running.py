@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from elastic.driver import launch
+from elastic.driver import launch, running
 from elastic.driver.observer import Observer
-from elastic.driver.running import follow
-from elastic.errors import RunFailedError, RunStoppedError
+from elastic.driver.running import find_run, follow
+from elastic.errors import RunFailedError, RunGoesOnError, RunStoppedError
 from elastic.protocol.events import (
     BY_HAND,
     Event,
@@ -132,3 +133,19 @@ def test_a_driver_that_was_moved_goes_on_with_the_run_that_it_was_told_to_leave(
         keep_stop(paths.prefix_of(run.job.attempt), "SIGTERM")
     monkeypatch.setattr(launch, "find_run", lambda _: None if run.over else run)
     assert launch._find_run_to_attach(paths) is (None if waits else run)
+
+
+def test_a_supervisor_that_is_frozen_holds_up_nobody_for_ever(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fit`, `elastic attach`, `stop` and `clear` would hang without a word."""
+    asked = SimpleNamespace(remote=lambda: None)
+    monkeypatch.setattr(running, "find_actor", lambda name: SimpleNamespace(going_on=asked))
+
+    def get(answer: Any, timeout: float | None = None) -> None:
+        assert timeout is not None, "it would never return"
+        raise ray.exceptions.GetTimeoutError
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(RunGoesOnError, match="has not answered in 120 s"):
+        find_run(paths)
