@@ -52,10 +52,14 @@ class ElasticBackendConfig(BackendConfig):
         wanted: the workers of the run when all its machines are there.
         coordinator: is told how many workers the run starts with.
         prefix: the names of placement groups and workers begin with it; nobody else's do.
+        silent_s: for so long a healthy worker may answer no call.
     """
 
-    def __init__(self, wanted: Wanted, coordinator: Remote[CoordinatorApi], prefix: str) -> None:
+    def __init__(
+        self, wanted: Wanted, coordinator: Remote[CoordinatorApi], prefix: str, silent_s: float
+    ) -> None:
         self.wanted, self.coordinator, self.prefix = wanted, coordinator, prefix
+        self.silent_s = silent_s
 
     @property
     def backend_cls(self) -> type[Backend]:

@@ -56,6 +56,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         prefix: the names of the run's actors and placement groups begin with it.
         workers: how many to start with, spares included.
         wanted: how many there are when all machines are there.
+        silent_s: for so long a healthy worker may answer no call.
         resources_per_worker: what Ray reserves for each.
         run_config: the user's, with Ray Train's own meaning.
     """
@@ -69,6 +70,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         prefix: str,
         workers: int,
         wanted: Wanted,
+        silent_s: float,
         resources_per_worker: dict[str, float],
         run_config: RunConfig,
     ) -> None:
@@ -76,7 +78,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         super().__init__(
             train_worker,
             train_loop_config={"job": job},
-            backend_config=ElasticBackendConfig(wanted, coordinator, prefix),
+            backend_config=ElasticBackendConfig(wanted, coordinator, prefix, silent_s),
             scaling_config=RayScalingConfig(
                 num_workers=workers,
                 use_gpu="GPU" in resources_per_worker,

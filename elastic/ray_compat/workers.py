@@ -16,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.rpc import Remote
+from elastic.protocol.rpc import RETRY_S, Remote
 from elastic.ray_compat.cluster import (
     actor_class,
     detached,
@@ -57,7 +58,9 @@ from elastic.ray_compat.placement import (
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
-"""A worker that says nothing to a new controller for so long is ended."""
+"""How long Ray may take for an answer on a busy machine, where workers themselves have less."""
+_LOOK_S = 0.5
+"""How often a new controller looks which workers have answered."""
 
 
 @dataclass(kw_only=True)
@@ -111,6 +114,7 @@ class ElasticWorkerGroup(WorkerGroup):
         config: Any = self._train_run_context.backend_config
         self._wanted: Wanted = config.wanted
         self._coordinator: Remote[CoordinatorApi] = config.coordinator
+        self._silent_s: float = config.silent_s
         self._names = WorkerNames(config.prefix)
         self._groups = PlacementGroups(self._names.groups, context.resources_per_worker)
         self._ranks: dict[Seat, int] = {}
@@ -149,21 +153,16 @@ class ElasticWorkerGroup(WorkerGroup):
     def _find_workers(self) -> list[Any]:
         """The workers that were given their train function. One that was still being started is
         ended."""
-        asked = {}
-        for name in named_actors(self._names.workers):
-            if (actor := find_actor(name)) is not None:
-                asked[name] = actor, actor.get_metadata.remote(), actor.execute.remote(_world_rank)
-        answers = [answer for _, *two in asked.values() for answer in two]
-        if answers:
-            ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_S)
+        found = {name: find_actor(name) for name in named_actors(self._names.workers)}
+        actors = {name: actor for name, actor in found.items() if actor is not None}
         workers = []
-        for name, (actor, metadata, rank) in asked.items():
-            try:
-                known, world_rank = ray.get([metadata, rank], timeout=0)
-            except (ray.exceptions.RayError, TimeoutError) as error:
-                log.warning("worker %s is ended and replaced, it does not answer: %s", name, error)
+        for name, answer in ask_all(actors, self._silent_s).items():
+            actor = actors[name]
+            if isinstance(answer, Exception):
+                log.warning("worker %s is ended and replaced, it does not answer: %s", name, answer)
                 ray.kill(actor)
                 continue
+            known, world_rank = answer
             worker = self._seated(actor, known, *self._names.parse(name))
             worker.distributed_context = DistributedContext(
                 world_rank=world_rank, world_size=1, local_rank=0, local_world_size=1, node_rank=0
@@ -358,3 +357,41 @@ class ElasticWorkerGroup(WorkerGroup):
 def _world_rank() -> int:
     """Called in a worker; raises where it has no train context yet."""
     return int(ray.train.get_context().get_world_rank())
+
+
+def ask_all(actors: Mapping[str, Any], silent_s: float) -> dict[str, Any]:
+    """Asks workers what a new controller must know of them. A connection that was reset ends none
+    (see `find_at_work`): it is asked again.
+
+    Args:
+        actors: name -> Ray's handle.
+        silent_s: one that is healthy may be silent for so long.
+
+    Returns:
+        name -> its metadata and world rank, or the error that was the answer.
+    """
+    deadline = time.monotonic() + max(silent_s, _ANSWER_S)
+    asked = {name: _ask(actor) for name, actor in actors.items()}
+    answers: dict[str, Any] = {}
+    while asked:
+        late = time.monotonic() >= deadline
+        calls = [call for two in asked.values() for call in two]
+        ray.wait(calls, num_returns=len(calls), timeout=_LOOK_S)
+        for name, two in list(asked.items()):
+            try:
+                answers[name] = ray.get(two, timeout=0)
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                if not late and isinstance(error, TimeoutError):
+                    continue
+                if not late and isinstance(error, ray.exceptions.ActorUnavailableError):
+                    asked[name] = _ask(actors[name])
+                    continue
+                answers[name] = error
+            del asked[name]
+        if asked:
+            time.sleep(RETRY_S)  # who is unreachable fails at once
+    return {name: answers[name] for name in actors}
+
+
+def _ask(actor: Any) -> list[Any]:
+    return [actor.get_metadata.remote(), actor.execute.remote(_world_rank)]

@@ -30,6 +30,7 @@ from ray.train import TrainingFailedError
 
 from elastic.coordinator.run_log import await_closed
 from elastic.errors import RunGoesOnError
+from elastic.node.process_watch import LOCKED_TIMES
 from elastic.node.snapshot_survey import clear_snapshots, end_is_stored, has_kept_snapshots
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.events import RunEnded, RunOutcome
@@ -175,6 +176,7 @@ class Supervisor(SupervisorApi):
             prefix=plan.prefix,
             workers=plan.workers,
             wanted=plan.wanted,
+            silent_s=LOCKED_TIMES * plan.job.health.freeze_timeout_s,  # as its node's agent has it
             resources_per_worker=plan.job.scaling.resources_per_worker,
             run_config=plan.run_config,
         )

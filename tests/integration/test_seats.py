@@ -22,7 +22,7 @@ def group_of_one() -> ElasticWorkerGroup:
     run = SimpleNamespace(storage_context=None, worker_runtime_env={})
     group = ElasticWorkerGroup(
         SimpleNamespace(
-            run_config=run, backend_config=ElasticBackendConfig(wanted, Remote(None), PREFIX)
+            run_config=run, backend_config=ElasticBackendConfig(wanted, Remote(None), PREFIX, 30.0)
         ),
         SimpleNamespace(num_workers=1, resources_per_worker={"CPU": 1}),
     )
