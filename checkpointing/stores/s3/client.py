@@ -12,13 +12,20 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import boto3
 from botocore.config import Config
-from botocore.exceptions import BotoCoreError, ClientError, ReadTimeoutError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    CredentialRetrievalError,
+    ReadTimeoutError,
+    TokenRetrievalError,
+)
 from urllib3.exceptions import HTTPError
 
 from checkpointing.stores.keys import check_key
@@ -41,6 +48,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _QUIET_S = 1.0
 _READ_BYTES = 1 << 20
 _CONNECTIONS = 64
+_FAILURES = (ClientError, BotoCoreError, HTTPError, OSError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +83,7 @@ class S3Client:
         endpoint = endpoint_of(config)
         try:
             self._boto = _connect(config.region, endpoint, config.part_timeout_s, os.getpid())
-        except (BotoCoreError, ValueError) as error:
+        except (BotoCoreError, OSError, ValueError) as error:
             raise not_set_up(error, str(config)) from None
         self.pacer = shared_pacer(shared_file(f"{self._boto.meta.endpoint_url} {config.bucket}"))
 
@@ -125,7 +133,9 @@ class S3Client:
         def attempt() -> _T:
             if hasattr(body, "seek"):  # the last try may have sent some of it
                 body.seek(0)
-            return read(getattr(self._boto, operation)(**full))
+            with _lapsed_credentials():
+                answer = getattr(self._boto, operation)(**full)
+            return read(answer)
 
         return self._repeat(attempt, self.where(key or ""), deadline)
 
@@ -136,7 +146,7 @@ class S3Client:
             self.pacer.wait()
             try:
                 answer = attempt()
-            except (ClientError, BotoCoreError, HTTPError, OSError) as error:
+            except _FAILURES as error:
                 # HTTPError: urllib3's own, of a body whose TLS breaks; botocore lets it through.
                 failure = read_failure(error)
             else:
@@ -185,6 +195,21 @@ class S3Client:
 
 def nothing(_: Any) -> None:
     """For requests whose answer says nothing but that they succeeded."""
+
+
+@contextmanager
+def _lapsed_credentials() -> Iterator[None]:
+    """Gives names to what boto3 lets through bare when it renews credentials for a request: a
+    RuntimeError where the new ones have expired, too, and a ValueError where what it is given for
+    them cannot be read. What either says is left out: it may quote a secret."""
+    try:
+        yield
+    except _FAILURES:  # some are ValueErrors, too
+        raise
+    except RuntimeError as error:
+        raise TokenRetrievalError(provider="boto3", error_msg=type(error).__name__) from None
+    except ValueError as error:
+        raise CredentialRetrievalError(provider="boto3", error_msg=type(error).__name__) from None
 
 
 def endpoint_of(config: S3Config) -> str | None:

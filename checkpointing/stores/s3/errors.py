@@ -188,14 +188,14 @@ def gave_up(failure: Failure, where: str, tries: int, elapsed_s: float) -> Excep
     return StoreUnavailableError(where, None, fact)
 
 
-def not_set_up(error: BotoCoreError | ValueError, where: str) -> StoreUnavailableError:
+def not_set_up(error: BotoCoreError | OSError | ValueError, where: str) -> StoreUnavailableError:
     """The error for settings of this node that no client can be made with. `where`: URL of the
     store. What an endpoint is set to is left out: it may hold a password."""
     if isinstance(error, boto.ProfileNotFound):
         fact = "AWS_PROFILE names a profile that is not in ~/.aws on this node; correct either"
     elif isinstance(error, boto.InvalidRegionError):
         fact = "the region is no name of one; correct S3Config.region or AWS_DEFAULT_REGION"
-    elif isinstance(error, BotoCoreError):
+    elif type(error) is not ValueError:  # as of a credential_process that prints no JSON
         fact = "boto3 cannot be set up; check the environment and ~/.aws on this node"
     else:
         known = "AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL"

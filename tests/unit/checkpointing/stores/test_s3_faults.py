@@ -403,6 +403,60 @@ def test_a_login_that_is_over_is_not_waited_for(
     assert open_store(own).list("") == []
 
 
+def test_credentials_that_expire_here_are_as_those_that_s3_refuses(
+    config: S3Config, faults: FaultServer
+) -> None:
+    """boto3 finds it before it asks, and says so by a bare RuntimeError."""
+    own = dataclasses.replace(config, part_timeout_s=7.6)  # a client that no other test has made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_SESSION_TOKEN", "old")
+        patch.setenv("AWS_CREDENTIAL_EXPIRATION", "2020-01-01T00:00:00Z")
+        store = open_store(own)
+        with pytest.raises(StoreUnavailableError, match="credentials have expired; renew them"):
+            store.list("")
+    assert faults.requests == []
+    assert open_store(own).list("") == []
+
+
+PROCESS = """#!{python}
+import json, sys
+from pathlib import Path
+there = Path({there!r})
+if there.exists() or {broken}:
+    sys.exit(print("the-secret-key, and no JSON"))
+there.touch()
+known = {{"Version": 1, "AccessKeyId": "a", "SecretAccessKey": "b", "SessionToken": "c"}}
+print(json.dumps({{**known, "Expiration": "2020-01-01T00:00:00Z"}}))
+"""
+
+
+@pytest.mark.parametrize("broken", [True, False], ids=["at first", "later"])
+def test_a_credential_process_that_prints_no_json(
+    broken: bool, config: S3Config, faults: FaultServer, tmp_path: Path
+) -> None:
+    script = tmp_path / "process"
+    script.write_text(
+        PROCESS.format(python=sys.executable, there=str(tmp_path / "there"), broken=broken)
+    )
+    script.chmod(0o700)
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = {script}\n")
+    # A client that no other test has made.
+    own = dataclasses.replace(config, part_timeout_s=7.5 - broken, timeout_s=1.0)
+    fact = "boto3 cannot be set up" if broken else "the credentials could not be fetched; renew"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.delenv(name)
+        patch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        with pytest.raises(StoreUnavailableError, match=fact) as caught:
+            open_store(own).list("")
+        assert "the-secret-key" not in f"{caught.value} {caught.value.__context__!r}"
+        script.unlink()
+        with pytest.raises(StoreUnavailableError, match="FileNotFoundError"):
+            open_store(own).list("")
+    assert faults.requests == []
+
+
 def test_a_login_that_amazon_has_ended_is_as_one_that_has_expired() -> None:
     failure = read_failure(boto.UnauthorizedSSOTokenError())
     assert (failure.answer, failure.code) == ("refused", "ExpiredToken")
