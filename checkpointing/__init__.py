@@ -53,7 +53,7 @@ from checkpointing.retention.retire import (
     plan_retention,
     plan_segments,
     retire,
-    sweep_attempt,
+    sweep_attempts,
     sweep_orphans,
 )
 from checkpointing.retention.survey import Survey, Surveyor
@@ -177,7 +177,7 @@ __all__ = [
     "set_aside",
     "set_foreign_aside",
     "settle_snapshot",
-    "sweep_attempt",
+    "sweep_attempts",
     "sweep_given_up",
     "sweep_orphans",
     "sweep_snapshots",

@@ -31,7 +31,7 @@ import logging
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 from checkpointing.errors import NotCommittedError, ProtectedError
@@ -220,15 +220,15 @@ def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
     return expired
 
 
-def sweep_attempt(surveyor: Surveyor, step: int, generation: int) -> None:
-    """Deletes the segments that the roster of `generation` wrote for `step` and no record refers
-    to. The caller sees to it that no commit of them is under way, or will be."""
+def sweep_attempts(surveyor: Surveyor, gone: Callable[[int, int], bool]) -> None:
+    """Deletes the segments of attempts that are `gone`, by step and generation, and that no record
+    refers to. The caller sees to it that no commit of them is under way, or will be."""
     store, keys = surveyor.store, surveyor.keys
-    written = [
-        key
-        for key in store.list(keys.data)
-        if (keys.step_of(key), keys.generation_of(key)) == (step, generation)
-    ]
+    written = list[str]()
+    for key in store.list(keys.data):
+        step, generation = keys.step_of(key), keys.generation_of(key)
+        if step is not None and generation is not None and gone(step, generation):
+            written.append(key)
     store.delete_many(plan_segments(written, surveyor.survey(), keys))
 
 

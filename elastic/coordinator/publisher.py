@@ -18,7 +18,7 @@ from checkpointing import (
     commit,
     open_store,
     retire,
-    sweep_attempt,
+    sweep_attempts,
 )
 from elastic.protocol.run_paths import RunPaths
 
@@ -50,10 +50,10 @@ class Publisher:
         self._saved = {newest} if newest else set()
         self._untold = set[int]()
         self._newest: tuple[int, int] | None = None
-        self._given_up = set[tuple[int, int]]()
-        """Attempts that failed: none of them will be committed."""
+        self._failed = (0, 0)
+        """Generation and step of the last attempt that failed: see `gave_up`."""
         self._littered = set[tuple[int, int]]()
-        """Those of them that may have left segments since somebody last looked."""
+        """Attempts that failed, and may have left segments since somebody last looked."""
         self._in_doubt = set[tuple[int, int]]()
         """Attempts whose record may be there, or come: their segments are left alone."""
         self._left = set[int]()
@@ -121,7 +121,7 @@ class Publisher:
             self.left(receipt.step)
             return None  # handed in again, to a coordinator that was started anew, or too late
         attempt = (receipt.step, receipt.generation)
-        if attempt in self._given_up:
+        if self.gave_up(*attempt):
             return None
         parts = self._receipts.setdefault(attempt, {})
         parts[receipt.rank] = receipt
@@ -129,7 +129,7 @@ class Publisher:
             return None
         del self._receipts[attempt]
         async with self._committing:  # two attempts at the last step must not race each other
-            if receipt.step in self._saved - self._untold or attempt in self._given_up:
+            if receipt.step in self._saved - self._untold or self.gave_up(*attempt):
                 self.left(receipt.step)
                 return None
             refers_to, self._newest = self._newest, None
@@ -162,20 +162,26 @@ class Publisher:
         self._left.add(step)
 
     def gave_up(self, step: int, generation: int) -> bool:
-        """Whether that save was given up."""
-        return (step, generation) in self._given_up
+        """Whether that save, or one that was begun after it, failed: it will not be committed.
+        Where one begins, no writer that lives is busy with another, and what lacks a part by then
+        takes the room that the next ones need."""
+        kept = step <= self._before or (step, generation) in self._in_doubt
+        return (generation, step) <= self._failed and not kept
 
     async def give_up(self, step: int, generation: int) -> None:
-        """The save of `step` by the roster of `generation` failed: what is written of it goes, and
-        what comes yet, or where there is little room the next one would fail for it. Each of its
-        writers may say so: what it wrote is looked for again."""
+        """The save of `step` by the roster of `generation` failed: what is written of it and of
+        those before goes, and what comes yet, or where there is little room the next one would fail
+        for it. Each of its writers may say so: what it wrote is looked for again."""
         attempt = (step, generation)
         async with self._committing:
             if step in self._saved or step <= self._before or attempt in self._in_doubt:
                 self.left(step)
                 return
-            self._given_up.add(attempt)
-            self._receipts.pop(attempt, None)
+            self._failed = max(self._failed, (generation, step))
+            for passed in [a for a in self._receipts if self.gave_up(*a)]:
+                parts = self._receipts.pop(passed)
+                if passed[0] < step and passed[0] not in self._saved:
+                    self.lost[passed[0]] = len(parts)
         await self._clear_up(attempt)
 
     async def _clear_up(self, attempt: tuple[int, int]) -> None:
@@ -183,11 +189,11 @@ class Publisher:
         async with self._retiring:
             if attempt not in self._littered:
                 return  # somebody has looked since, for all who waited
-            self._littered.discard(attempt)
+            looked_for, self._littered = self._littered, set()
             try:
-                await asyncio.to_thread(self._sweep, *attempt)
-            except Exception:  # the next retention tries again
-                self.left(attempt[0])
+                await asyncio.to_thread(self._sweep)
+            except Exception:  # the next retention tries again, and the next save that fails
+                self._left |= {step for step, _ in looked_for}
                 log.warning("what a failed save has left could not be deleted", exc_info=True)
 
     async def retire(self, newest: int) -> str | None:
@@ -225,8 +231,8 @@ class Publisher:
         self._surveyor.forget(first.step)  # somebody may have deleted an earlier one of this step
         return sum(segment.size_bytes for segment in manifest.segments.values())
 
-    def _sweep(self, step: int, generation: int) -> None:
-        sweep_attempt(self._renewed(), step, generation)
+    def _sweep(self) -> None:
+        sweep_attempts(self._renewed(), self.gave_up)
 
     def _retire(self, newest: int, littered: bool) -> None:
         retire(

@@ -269,6 +269,65 @@ def test_failed_saves_leave_nothing_behind(tmp_path: Path) -> None:
     assert len(desk.happened(events.CheckpointSkipped)) == 2
 
 
+def test_a_failed_save_takes_with_it_what_those_before_have_left(tmp_path: Path) -> None:
+    """Where there is room for less than one more, no commit would ever come to sweep them."""
+    desk = CoordinatorDesk(tmp_path)
+    progress = desk.membership.progress
+    receipts = Receipts(
+        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
+    store = open_store(desk.paths.checkpoints)
+
+    async def take(*parts: Receipt) -> None:
+        for receipt in parts:
+            await receipts.take(receipt, {}, 0.0, WRITERS)
+
+    async def play() -> None:
+        now = progress.generation
+        await take(part(desk.paths, 0, 2, now), part(desk.paths, 1, 2, now))
+        committed = store.list("d/")
+        await take(part(desk.paths, 0, 4, now))  # the node of the other is gone
+        part(desk.paths, 1, 6, now)  # as are both of these, without a word
+        progress.generation += 1
+        await take(part(desk.paths, 0, 8, now + 1))
+        late = part(desk.paths, 1, 8, now)
+        ahead = part(desk.paths, 0, 12, now + 1)
+        await receipts.failed(10, now + 1, "no space")
+        await aside()
+        assert store.list("d/") == sorted([*committed, *[s.key for s in ahead.segments]])
+        await take(late, part(desk.paths, 1, 4, now), part(desk.paths, 1, 8, now + 1))  # too late
+        await aside()
+        assert store.list("d/") == sorted([*committed, *[s.key for s in ahead.segments]])
+        await take(ahead, part(desk.paths, 1, 12, now + 1))
+        await aside()
+
+    asyncio.run(play())
+    assert list_steps(store, Keys()) == [2, 12]
+    for step in (2, 12):
+        assert verify_checkpoint(store, Keys(), step, threads=1).findings == ()
+    assert [event.step for event in desk.happened(events.CheckpointSkipped)] == [10, 8, 4]
+
+
+def test_what_a_failed_save_could_not_delete_goes_with_the_next_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(root=tmp_path)
+    publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
+
+    def fails(*_args: Any) -> Any:
+        raise StoreUnavailableError("d/", None, "no answer")
+
+    async def play() -> None:
+        await publisher.take(part(paths, 0, 4), {}, WRITERS)
+        with monkeypatch.context() as patch:
+            patch.setattr("elastic.coordinator.publisher.sweep_attempts", fails)
+            await publisher.give_up(4, 1)
+        await publisher.give_up(6, 1)
+
+    asyncio.run(play())
+    assert open_store(paths.checkpoints).list("d/") == []
+
+
 def test_commits_list_what_is_kept_only_after_something_went_wrong(tmp_path: Path) -> None:
     """It may be millions of segments: 1,000 for each request."""
     listed = list[int]()
@@ -399,7 +458,7 @@ def test_a_store_that_deletes_nothing_holds_no_writer(
         while not receipts._publisher.gave_up(4, now):
             await asyncio.sleep(0)
 
-    for name in ("retire", "sweep_attempt"):
+    for name in ("retire", "sweep_attempts"):
         monkeypatch.setattr(f"elastic.coordinator.publisher.{name}", hangs)
     monkeypatch.setattr("elastic.coordinator.receipts._DELETING_S", 0.01)
     asyncio.run(play())
@@ -431,6 +490,7 @@ def test_what_may_be_committed_is_not_deleted(
             publisher = Publisher(paths, CheckpointConfig(), versions={}, newest=0)
             publisher.replay(frozenset(), 6)
         await publisher.give_up(6, 1)
+        await publisher.give_up(8, 2)
 
     asyncio.run(play())
     (tmp_path / "on its way").rename(paths.root / "checkpoints" / record)
