@@ -8,6 +8,7 @@ one, or without who alone could not read it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from checkpointing import (
@@ -15,6 +16,7 @@ from checkpointing import (
     Keys,
     NotCommittedError,
     Reader,
+    S3Config,
     load_manifest,
     open_store,
 )
@@ -53,7 +55,8 @@ def restore(
         engine, cross, partial(open_own, job, engine, opens, run.step, identity.node)
     )
     if isinstance(read, Unreadable):
-        if read.error is not None:
+        # A snapshot may be unreadable because of who is gone: another node may hold it, too.
+        if read.error is not None and not (read.peer_gone and run.source == "memory"):
             _tell(job, run, identity.worker, read.error)
         return None
     if read is None:
@@ -77,8 +80,17 @@ def open_own(
 
 
 def open_checkpoint(job: Job, step: int, node: str) -> Saved:
-    """The checkpoint of `step` in the store."""
-    store = open_store(job.paths.checkpoints)
+    """The checkpoint of `step` in the store. The others wait in a collective for who reads: from a
+    server that does not answer it comes back before that ends, and says what it has met."""
+    place = job.paths.checkpoints
+    if isinstance(place, S3Config):
+        bound_s = job.health.collective_timeout_s
+        place = replace(
+            place,
+            timeout_s=min(place.timeout_s, bound_s / 2),
+            part_timeout_s=min(place.part_timeout_s, bound_s / 4),
+        )
+    store = open_store(place)
     manifest = load_manifest(store, Keys(), step)
     return Reader(store, manifest), manifest.training_state
 

@@ -75,6 +75,8 @@ class Unreadable:
 
     error: CheckpointError | None
     """Why, on the workers that tried."""
+    peer_gone: bool = False
+    """No others have tried: one is gone, and only this worker knows. A regroup is due."""
 
 
 def read_together(
@@ -93,7 +95,8 @@ def read_together(
         least_bytes: see `checkpointing.read.assignment`.
 
     Returns:
-        None where a peer is gone: a regroup is due.
+        None where a peer is gone: a regroup is due. Where this worker could not read before that,
+        it says so: the peer may be gone because it waited too long for this one.
     """
     part = _Part(engine, cross, open_saved, least_bytes)
     lost = False
@@ -110,7 +113,9 @@ def read_together(
         unreadable = others
     if unreadable:
         return Unreadable(error=part.error)
-    return None if gone else part.restored()
+    if gone:
+        return None if part.error is None else Unreadable(error=part.error, peer_gone=True)
+    return part.restored()
 
 
 class Staging:
