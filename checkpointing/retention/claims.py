@@ -5,7 +5,8 @@ All are the same small object beside the commit record, and whoever creates it f
 pin and a deletion never both succeed, however many processes try at once, and nobody needs a lock:
 
     pin        creates the claim "pinned"; refused where it says something else
-    deletion   creates the claim "deleting" before it touches anything; refused where it is pinned
+    deletion   creates the claim "deleting" before it touches anything; refused where it is pinned.
+               On a full disk it does without
     import     creates the claim "importing" before it writes; refused where there is a claim
     unpin      removes the claim, also one that a killed deletion or import has left
 
@@ -18,6 +19,7 @@ nothing, and is swept with the step's leftovers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import time
 import uuid
@@ -25,7 +27,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from checkpointing.errors import MissingError, NotCommittedError, ProtectedError, StoreError
+from checkpointing.errors import (
+    MissingError,
+    NotCommittedError,
+    ProtectedError,
+    StoreError,
+    StoreUnavailableError,
+)
 from checkpointing.format.layout import Keys
 from checkpointing.read.catalogue import load_manifest
 from checkpointing.stores import Store
@@ -118,8 +126,14 @@ def claim_for_import(store: Store, keys: Keys, step: int) -> Iterator[Callable[[
 
 def claim_for_deletion(store: Store, keys: Keys, step: int) -> None:
     """From here on nobody can pin the checkpoint of `step`. Raises ProtectedError: it is pinned."""
-    if store.put_if_absent(keys.claim(step), _body("deleting")):
-        return
+    try:
+        if store.put_if_absent(keys.claim(step), _body("deleting")):
+            return
+    except StoreUnavailableError as error:
+        # What makes room must not need any. A new pin could not be written either, and one that is
+        # there counts; where somebody makes room just now, `pin` looks for the record once more.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
     if read_claim(store, keys, step) == "pinned":
         raise ProtectedError(step, "it is pinned", "Unpin it first")
 

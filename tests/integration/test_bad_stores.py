@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import os
 import socket
-import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from elastic import ConfigError, RunFailedError
 from tests.support.fakes.s3_faults import FaultServer
 from tests.support.fakes.s3_server import BUCKET, CREDENTIALS, REGION, faulty_s3_server
 from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
+from tests.support.small_disk import fill, small_disk
 from tests.support.watching import events_of, steps_of, wait_until
 
 SKEWED = {
@@ -130,20 +130,8 @@ def run(tmp_path: Path) -> Iterator[Path]:
     """The directory of a run whose checkpoints have a small disk of their own."""
     checkpoints = tmp_path / "small" / "gated" / "checkpoints"
     checkpoints.mkdir(parents=True)
-    small = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(checkpoints)]
-    subprocess.run(small, check=True)
-    yield checkpoints.parent
-    subprocess.run(["umount", "-l", str(checkpoints)], check=True)
-
-
-def fill(path: Path) -> None:
-    """Takes what room there is."""
-    with path.open("wb", buffering=0) as file:
-        try:
-            while file.write(bytes(4096)):
-                pass
-        except OSError as error:
-            assert error.errno == errno.ENOSPC
+    with small_disk(checkpoints, 512 << 10):
+        yield checkpoints.parent
 
 
 class Filler(threading.Thread):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from checkpointing import (
     Keys,
     NotCommittedError,
+    ProtectedError,
     Reader,
     StoreUnavailableError,
     Survey,
@@ -24,6 +26,7 @@ from checkpointing import (
     load_manifest,
     newest,
     note_verified,
+    pin,
     plan_retention,
     plan_segments,
     retire,
@@ -32,6 +35,7 @@ from checkpointing import (
 )
 from checkpointing.retention.retire import sweep_orphans, sweep_uncommitted
 from checkpointing.stores.local import LocalStore
+from tests.support.small_disk import fill, small_disk
 
 KEYS = Keys()
 
@@ -138,6 +142,27 @@ def test_a_pin_under_way_is_no_rubbish(tmp_path: Path) -> None:
     assert sweep(store, 30) == []
     delete_checkpoint(store, KEYS, 10)
     assert sweep(store, 30) == [pinning]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_can_be_deleted_from(tmp_path: Path) -> None:
+    """To say who deletes takes room, too."""
+    store = LocalStore(tmp_path)
+    with small_disk(tmp_path, 256 << 10):
+        for step in (10, 20, 30, 40, 50):
+            write(store, step)
+        pin(store, KEYS, 10)
+        fill(tmp_path / "filler")
+        with pytest.raises(StoreUnavailableError, match="No space left"):
+            pin(store, KEYS, 20)
+        with pytest.raises(ProtectedError, match="pinned"):
+            delete_checkpoint(store, KEYS, 10)
+        delete_checkpoint(store, KEYS, 20)
+        assert not [key for key in store.list("") if KEYS.step_of(key) == 20]
+        fill(tmp_path / "filler")
+        surveyor = Surveyor(store=store, keys=KEYS)
+        assert retire(surveyor, keep_last=1, keep_every=None, up_to_step=50) == [30, 40]
+        assert list_steps(store, KEYS) == [10, 50]
 
 
 def test_sweep_without_a_checkpoint_takes_nothing(tmp_path: Path) -> None:
