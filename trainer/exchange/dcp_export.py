@@ -132,7 +132,13 @@ class _Writer:
             self._number += 1
             self._file = (self.directory / f"__0_{self._number}.distcp").open("xb")
         start = self._file.tell()
-        torch.save(value, self._file)
+        try:
+            torch.save(value, self._file)
+        except RuntimeError as error:
+            # torch ends its archive even so, and that fails, too ("unexpected pos").
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         return _StorageInfo(f"__0_{self._number}.distcp", start, self._file.tell() - start)
 
     def _end_file(self) -> None:

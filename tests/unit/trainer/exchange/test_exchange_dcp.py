@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from checkpointing import Reader, load_manifest, open_store
+from tests.support.small_disk import small_disk
 from tests.support.tiny_checkpoint import (
     KEYS,
     MOMENTS,
@@ -39,6 +40,19 @@ def exported(tiny: Tiny, tmp_path: Path) -> Path:
     store = write_tiny(tmp_path / "run", tiny)
     assert export_dcp(Reader(store, load_manifest(store, KEYS, STEP)), tmp_path / "dcp") == []
     return tmp_path / "dcp"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_disk_that_fills(tmp_path: Path) -> None:
+    """torch raises an error of its own over that of the system."""
+    store = open_store(tmp_path / "run")
+    reader = Reader(store, write_state(store, {"param/w": torch.zeros(256, 256)}))
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, 64 << 10):
+        with pytest.raises(ExchangeError, match=r"No space left on device. Free space there"):
+            export_dcp(reader, disk / "dcp")
+        assert not list(disk.iterdir())
 
 
 def saved_by_torch(tiny: Tiny, directory: Path, *, flat: bool, wrap: bool, done: int = 3) -> Path:
