@@ -22,6 +22,8 @@ class SideBuild:
         done: called by the thread when the engine is there.
         failed: called by the thread with what there is to say of the exception that it ended with,
             and the exception's origin.
+        after: one that was given up, and may still be building: the thread waits until nothing is
+            left of it.
     """
 
     def __init__(
@@ -30,33 +32,48 @@ class SideBuild:
         build: Callable[[Callable[[], bool]], Engine],
         done: Callable[[], None],
         failed: Callable[[str, Origin], None],
+        after: SideBuild | None = None,
     ) -> None:
         self.answer = answer
         self.engine: Engine | None = None
         """The engine, once it is there."""
         self._build, self._done, self._failed = build, done, failed
+        self._after = after
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="side-build", daemon=True)
         self._thread.start()
 
+    def give_up(self) -> None:
+        """Its thread leaves off as soon as it can, and lets go of what there is then; nobody's step
+        waits for that."""
+        self._given_up.set()
+        if self.engine is not None:  # the thread may have ended before: it lets go of nothing
+            self.close()
+
     def close(self) -> None:
-        """Gives it up, and its process group."""
+        """Gives it up, and waits until nothing of it is left."""
         self._given_up.set()
         self._thread.join()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.engine = None
         leave_replica_group()
 
     def _run(self) -> None:
         failure = self._try()
-        if failure is None:
+        if failure is None and not self._given_up.is_set():
             self._done()
             return
-        leave_replica_group()  # no frame holds it any more
-        if not self._given_up.is_set():
+        self._let_go()  # no frame holds the group any more
+        if failure is not None and not self._given_up.is_set():
             self._failed(*failure)
 
     def _try(self) -> tuple[str, Origin] | None:
         try:
+            if self._after is not None:  # first: a worker is in one replica's group at a time
+                self._after.close()
+                self._after = None
             self.engine = self._build(self._given_up.is_set)
         except BaseException as error:  # as in the build of a worker that waits for it
             return describe(error), origin_of(error)

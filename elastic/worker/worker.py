@@ -143,6 +143,8 @@ class Worker:
         self.engine: Engine | None = None
         """Without its model where the replica has broken; see `Engine.let_go_of_model`."""
         self.beside: SideBuild | None = None
+        self.given_up: SideBuild | None = None
+        """What it built beside the steps before; its thread may still be at it."""
         self.sums: LaneSums | None = None
         self.progress: Progress | None = None
         self.position: Progress | None = None
@@ -303,10 +305,12 @@ class Worker:
             torch.cuda.empty_cache()
 
     def close_beside(self) -> None:
-        """Gives up what is built beside the steps."""
-        if self.beside is not None:
-            self.beside.close()
-            self.beside = None
+        """Gives up what is built beside the steps, and waits until nothing is left of it, and of
+        what was given up before."""
+        for build in (self.beside, self.given_up):
+            if build is not None:
+                build.close()
+        self.beside = self.given_up = None
 
     def drop(self) -> None:
         """Lets go of everything."""
@@ -384,7 +388,9 @@ class Worker:
             lambda given_up: self.make_engine(answer, former, given_up),
             lambda: self.link.built(answer.formed),
             lambda detail, origin: self.fail_beside(answer, detail, _CAUSES[origin]),
+            after=self.given_up,
         )
+        self.given_up = None
 
     def fail_beside(self, answer: Build, detail: str, cause: Cause) -> None:
         """As `recover`, of what was built beside the steps. Called by its thread."""
@@ -393,7 +399,8 @@ class Worker:
 
     def tend_beside(self, run: Run) -> None:
         """What is built beside the steps is begun, given up, or, where its replica enters the
-        roster, this worker's place from now on."""
+        roster, this worker's place from now on. Waits for no build: all others wait for this worker
+        in the group across replicas."""
         if run.follows and self.built:
             self.leave_replica()
         beside = self.beside
@@ -402,7 +409,8 @@ class Worker:
             self.beside = None
             self.settle_in(beside.engine, self.engine, beside.answer)
         elif beside is not None and (run.build is None or run.build.formed != beside.answer.formed):
-            self.close_beside()
+            beside.give_up()
+            self.beside, self.given_up = None, beside
         if run.build is not None and self.beside is None:
             self.build_beside(run.build)
 

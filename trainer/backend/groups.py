@@ -372,7 +372,8 @@ def _alone() -> bool:
     """Whether this worker is all of its replica. Then no kernels of its device wait for others but
     those of one group across replicas at a time, which all launch in one order: an abort that holds
     up a launch until some of these have ended closes no circle."""
-    return dist.is_initialized() and dist.get_world_size() == 1
+    replica = dist.group.WORLD  # read once: a build that was given up may be leaving it on a thread
+    return replica is not None and replica.size() == 1
 
 
 def _raw_group(store: Store, timeout: timedelta, rank: int, size: int, device: Device) -> Any:

@@ -1,16 +1,126 @@
-"""A build beside the steps that fails says so, whatever was raised."""
+"""What is built beside the steps: it is given up without a wait, and what it fails with is told."""
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from elastic.worker.side_build import SideBuild
+from elastic.worker.worker import Worker
+from trainer.backend.groups import leave_replica_group
+from trainer.errors import GroupError
 
 PATIENCE_S = 30.0
+
+
+class Builds:
+    """A worker that follows, and what it builds: a group, and a model in whose making it hears
+    nothing until `goes_on`."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.begun: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self.making = list[int]()
+        self.fails = set[int]()
+        """Formations whose build raises."""
+        self.worker: Any = SimpleNamespace(
+            built=0,
+            engine="former",
+            beside=None,
+            given_up=None,
+            build_beside=self.build_beside,
+            make_engine=self.make_engine,
+            link=SimpleNamespace(built=lambda formed: self.told.put(("built", formed))),
+            fail_beside=lambda answer, *_: self.told.put(("failed", answer.formed)),
+            settle_in=lambda engine, *_: self.told.put(("settled", engine)),
+        )
+
+    def build_beside(self, answer: Any) -> None:
+        """As a worker's own, as the next one is."""
+        Worker.build_beside(self.worker, answer)
+
+    def make_engine(self, answer: Any, former: Any, leave_now: Callable[[], bool]) -> Any:
+        """As a worker's own."""
+        if leave_now():
+            raise GroupError("left")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.making.append(answer.formed)
+        self.begun.put(answer.formed)
+        assert self.goes_on.wait(PATIENCE_S)
+        self.making.remove(answer.formed)
+        if answer.formed in self.fails:
+            raise ValueError("no such layer")
+        return f"engine {answer.formed}"
+
+    def tend(self, formed: int, build: int | None) -> None:
+        """The worker is told of a roster in which it follows (0), or that has its replica."""
+        answer = None if build is None else SimpleNamespace(formed=build)
+        run: Any = SimpleNamespace(follows=formed == 0, formed=formed, build=answer)
+        Worker.tend_beside(self.worker, run)
+
+
+@pytest.fixture
+def builds() -> Iterator[Builds]:
+    made = Builds()
+    yield made
+    made.goes_on.set()
+    Worker.close_beside(made.worker)
+    leave_replica_group()
+
+
+@pytest.mark.parametrize("fails", [set(), {5}], ids=["it ends", "it fails"])
+def test_steps_go_on_while_a_build_that_was_given_up_comes_to_its_end(
+    builds: Builds, fails: set[int]
+) -> None:
+    """The next one has a group of its own, and is the only one that is heard of."""
+    builds.fails = fails
+    builds.tend(0, build=5)
+    assert builds.begun.get(timeout=PATIENCE_S) == 5
+    builds.tend(0, build=None)
+    builds.tend(0, build=6)
+    assert builds.making == [5] and builds.begun.empty()
+    builds.goes_on.set()
+    assert builds.told.get(timeout=PATIENCE_S) == ("built", 6)
+    builds.tend(6, build=None)
+    assert builds.told.get(timeout=PATIENCE_S) == ("settled", "engine 6")
+    assert builds.told.empty() and builds.worker.given_up is None
+
+
+def test_of_several_that_were_given_up_in_a_row_the_last_alone_is_built(builds: Builds) -> None:
+    builds.tend(0, build=5)
+    assert builds.begun.get(timeout=PATIENCE_S) == 5
+    builds.tend(0, build=6)
+    builds.tend(0, build=7)
+    builds.goes_on.set()
+    assert builds.told.get(timeout=PATIENCE_S) == ("built", 7)
+    assert builds.begun.get() == 7 and builds.begun.empty()
+
+
+def test_who_leaves_its_replica_waits_for_what_was_given_up(builds: Builds) -> None:
+    builds.tend(0, build=5)
+    assert builds.begun.get(timeout=PATIENCE_S) == 5
+    builds.tend(0, build=None)
+    leaver = threading.Thread(target=Worker.close_beside, args=[builds.worker])
+    leaver.start()
+    builds.goes_on.set()
+    leaver.join(PATIENCE_S)
+    assert not leaver.is_alive() and not dist.is_initialized() and builds.told.empty()
+    assert builds.worker.beside is builds.worker.given_up is None
+
+
+def test_what_was_built_is_let_go_of_where_it_is_given_up(builds: Builds) -> None:
+    builds.goes_on.set()
+    builds.tend(0, build=5)
+    assert builds.told.get(timeout=PATIENCE_S) == ("built", 5)
+    builds.tend(0, build=None)
+    assert not dist.is_initialized() and builds.worker.given_up.engine is None
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, BaseException])

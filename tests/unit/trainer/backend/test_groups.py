@@ -118,6 +118,14 @@ def test_a_peer_that_dies_while_the_group_is_made_holds_nobody_up(moment: str) -
     mp.start_processes(die_or_leave, args=(store.port, moment), nprocs=5, start_method="forkserver")
 
 
+def test_who_is_alone_is_asked_while_a_thread_leaves_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a build beside the steps was given up."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # so it was a moment ago
+    assert not groups._alone()
+
+
 def wait_in_vain(rank: int, port: int, dims: ParallelDims) -> None:
     """Rank 0 of 2 x 2 is alone in a collective of each of its groups."""
     store = dist.TCPStore("127.0.0.1", port)
