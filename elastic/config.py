@@ -126,9 +126,9 @@ class HealthConfig:
     freeze_timeout_s: float = 10.0
     """A worker whose heartbeat stands still for this long is killed. Code that holds the
     interpreter's lock without a break stops the heartbeat, so this must be longer than any such
-    code takes; ten times this holds while a worker starts (libraries, CUDA), a replica is built, a
-    model is compiled or a profile is written. A worker that a signal has stopped is killed within
-    half a second."""
+    code takes; ten times this holds while a worker starts (libraries, CUDA), a replica is built,
+    also beside the steps, a model is compiled or a profile is written. A worker that a signal has
+    stopped is killed within half a second."""
     progress_timeout_s: float | None = 4.0
     """With no step committed for the longest of this time, three median steps, and twice the
     longest that a worker was in one phase of a step before: the workers that the others wait for

@@ -1,12 +1,13 @@
 """A worker's heartbeat: a record in memory that its node agent can read and that costs the worker
 nothing.
 
-Two hands write it. The training loop marks each phase that it enters: a few stores into mapped
+Three hands write it. The training loop marks each phase that it enters: a few stores into mapped
 memory, no call to the system, no lock. A thread beats ten times a second, for as long as the
 process runs and somebody else gets the interpreter's lock (GIL) now and then. So a beat that does
 not change means a process that is stopped, stuck in the kernel, or stuck with the lock held. With
 each beat it writes how many collectives the worker has begun: of several that stand still, the one
 that has begun fewer is the one that its peers wait for. Every few seconds the loop writes its pace.
+What is built beside the steps says that it goes on.
 
 The memory is a file without a name (memfd): who knows the process and the descriptor's number can
 open it under /proc, and the kernel frees it with its last user. Nothing is left behind, however the
@@ -38,9 +39,10 @@ NO_PHASE = -1
 _MARK = struct.Struct("@qqqd")
 _BEAT = struct.Struct("@dq")
 _NUMBER = struct.Struct("@q")
-_RECORD = struct.Struct("@qqqddqqqq")
+_RECORD = struct.Struct("@qqqddqqqqq")
 _PACE = struct.Struct("@q7d")
-_FIRST_AT, _PACE_AT = _RECORD.size - _NUMBER.size, _RECORD.size
+_BESIDE_AT, _PACE_AT = _RECORD.size - _NUMBER.size, _RECORD.size
+_FIRST_AT = _BESIDE_AT - _NUMBER.size
 _LEFT_AT = _FIRST_AT - _NUMBER.size
 _PACED_AT = _PACE_AT + _PACE.size
 """Here stands the number of the pace once more, written last."""
@@ -70,6 +72,8 @@ class Record:
     """How often it has left its steps, called away or because a peer was lost."""
     first: int = NO_STEP
     """The first step that it has computed in, since the run went back last; `NO_STEP`: none."""
+    builds_beside: bool = False
+    """Whether it builds a part of a replica beside the steps, on a thread."""
     pace: Pace | None = None
     """Its pace in the latest window; None: there was none, or it is just being written."""
 
@@ -77,7 +81,7 @@ class Record:
 def parse_record(data: bytes) -> Record:
     """The record in `data`, which has the size of one."""
     numbers = _RECORD.unpack_from(data)
-    serial, step, phase, phase_s, beat_s, collectives, thread, left, first = numbers
+    serial, step, phase, phase_s, beat_s, collectives, thread, left, first, beside = numbers
     return Record(
         serial=serial,
         step=step,
@@ -88,6 +92,7 @@ def parse_record(data: bytes) -> Record:
         thread=thread,
         left=left,
         first=first,
+        builds_beside=bool(beside),
         pace=_parse_pace(data),
     )
 
@@ -133,6 +138,11 @@ class Heartbeat:
         """The worker leaves its steps: the phase that it was in may have been broken off."""
         self._left += 1
         _NUMBER.pack_into(self._memory, _LEFT_AT, self._left)
+
+    def build_beside(self, goes_on: bool) -> None:
+        """A build beside the steps begins, or ends. Called by its thread, of which there is one at
+        a time."""
+        _NUMBER.pack_into(self._memory, _BESIDE_AT, goes_on)
 
     def show(self, pace: Pace) -> None:
         """The pace of a window that is full. Its number is written first and last."""

@@ -52,7 +52,7 @@ _EVALUATION, _CHECKPOINT = PHASES.index("evaluation"), PHASES.index("checkpoint"
 _LOCKED = frozenset(map(PHASES.index, ("build", "compile", "profile")))
 """Numbers of the phases in which libraries hold the interpreter's lock for long: NCCL's start, a
 compiler, a trace that is written. So they do before the first phase, where they are loaded, and
-CUDA is."""
+CUDA is, and in a build beside the steps, whatever the phase."""
 LOCKED_TIMES = 10.0
 """A heartbeat may stand still so many times longer there."""
 
@@ -354,7 +354,9 @@ class ProcessWatch:
                 process.sample(record)
             sample = Sample(awake_s=awake_s, state=state, record=record)
             process.history = observe(process.history, sample)
-            locked = record is not None and (record.serial == 0 or record.phase in _LOCKED)
+            locked = record is not None and (
+                record.serial == 0 or record.builds_beside or record.phase in _LOCKED
+            )
             bound_s = self._freeze_timeout_s * (LOCKED_TIMES if locked else 1.0)
             verdict = decide_frozen(process.worker, process.history, bound_s)
             if verdict is not None:

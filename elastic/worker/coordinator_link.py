@@ -129,6 +129,10 @@ class CoordinatorLink:
         worker = self._identity.worker
         self._tell(lambda: self._coordinator.send(CoordinatorApi.built, worker, formed))
 
+    def builds_beside(self, goes_on: bool) -> None:
+        """The heartbeat shows whether a build goes on beside the steps. Called by its thread."""
+        self._heartbeat.build_beside(goes_on)
+
     def fail(self, error: str, cause: Cause, generation: int | None) -> None:
         """Ends the whole run, for what came in roster `generation`; see `CoordinatorApi.fail`."""
         self.outbox.flush()

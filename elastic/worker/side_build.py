@@ -22,6 +22,8 @@ class SideBuild:
         done: called by the thread when the engine is there.
         failed: called by the thread with what there is to say of the exception that it ended with,
             and the exception's origin.
+        show: called by the thread with whether it is at work: it may hold the interpreter's lock
+            for long.
         after: one that was given up, and may still be building: the thread waits until nothing is
             left of it.
     """
@@ -32,13 +34,14 @@ class SideBuild:
         build: Callable[[Callable[[], bool]], Engine],
         done: Callable[[], None],
         failed: Callable[[str, Origin], None],
+        show: Callable[[bool], None],
         after: SideBuild | None = None,
     ) -> None:
         self.answer = answer
         self.engine: Engine | None = None
         """The engine, once it is there."""
         self._build, self._done, self._failed = build, done, failed
-        self._after = after
+        self._show, self._after = show, after
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="side-build", daemon=True)
         self._thread.start()
@@ -61,19 +64,23 @@ class SideBuild:
         leave_replica_group()
 
     def _run(self) -> None:
-        failure = self._try()
-        if failure is None and not self._given_up.is_set():
-            self._done()
-            return
-        self._let_go()  # no frame holds the group any more
-        if failure is not None and not self._given_up.is_set():
-            self._failed(*failure)
+        try:
+            failure = self._try()
+            if failure is None and not self._given_up.is_set():
+                self._done()
+                return
+            self._let_go()  # no frame holds the group any more
+            if failure is not None and not self._given_up.is_set():
+                self._failed(*failure)
+        finally:
+            self._show(False)
 
     def _try(self) -> tuple[str, Origin] | None:
         try:
             if self._after is not None:  # first: a worker is in one replica's group at a time
                 self._after.close()
                 self._after = None
+            self._show(True)  # not before: the other's thread shows that it has ended
             self.engine = self._build(self._given_up.is_set)
         except BaseException as error:  # as in the build of a worker that waits for it
             return describe(error), origin_of(error)

@@ -388,6 +388,7 @@ class Worker:
             lambda given_up: self.make_engine(answer, former, given_up),
             lambda: self.link.built(answer.formed),
             lambda detail, origin: self.fail_beside(answer, detail, _CAUSES[origin]),
+            self.link.builds_beside,
             after=self.given_up,
         )
         self.given_up = None

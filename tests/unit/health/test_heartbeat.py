@@ -102,6 +102,18 @@ def test_it_shows_the_first_step_that_was_computed_since_the_run_went_back() -> 
     assert shown == [NO_STEP, 6, 6, 6, 4, 4]
 
 
+def test_it_shows_whether_a_build_goes_on_beside_the_steps() -> None:
+    heartbeat = Heartbeat()
+    reader = HeartbeatReader(os.getpid(), heartbeat.fd)
+    shown = [reader.read().builds_beside]
+    for goes_on in (True, False):
+        heartbeat.build_beside(goes_on)
+        heartbeat.mark(7, 3)
+        shown.append(reader.read().builds_beside)
+    reader.close()
+    assert shown == [False, True, False]
+
+
 def test_a_pace_is_shown_whole_or_not_at_all() -> None:
     heartbeat = Heartbeat()
     reader = HeartbeatReader(os.getpid(), heartbeat.fd)
@@ -113,7 +125,7 @@ def test_a_pace_is_shown_whole_or_not_at_all() -> None:
     shown = reader.read()
     assert (shown.pace, shown.step, shown.left) == (first, 7, 1)
     data = os.pread(reader._file, 1000, 0)
-    half = data[:72] + (2).to_bytes(8, sys.byteorder) + data[80:]  # the next one has begun
+    half = data[:80] + (2).to_bytes(8, sys.byteorder) + data[88:]  # the next one has begun
     assert parse_record(data).pace == first and parse_record(half).pace is None
     heartbeat.show(replace(first, number=2))
     assert reader.read().pace == replace(first, number=2)

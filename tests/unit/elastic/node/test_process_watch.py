@@ -457,8 +457,9 @@ def test_a_process_that_keeps_the_interpreters_lock_is_killed(start: Start) -> N
     [
         ('heartbeat.mark(4, PHASES.index("compile"))', "it was in phase compile of step 4"),
         ("", "it was about to begin"),
+        (f"{IN_BACKWARD}; heartbeat.build_beside(True)", "it was in phase backward of step 4"),
     ],
-    ids=["a model is compiled", "libraries and CUDA are loaded"],
+    ids=["a model is compiled", "libraries and CUDA are loaded", "a part is built beside"],
 )
 def test_the_lock_may_be_held_for_longer_while(start: Start, mark: str, where: str) -> None:
     watch, (process, fd) = (

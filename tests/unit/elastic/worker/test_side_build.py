@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from elastic.worker.side_build import SideBuild
 from elastic.worker.worker import Worker
+from health.heartbeat import Heartbeat, HeartbeatReader
 from trainer.backend.groups import leave_replica_group
 from trainer.errors import GroupError
 
@@ -21,13 +24,14 @@ PATIENCE_S = 30.0
 
 class Builds:
     """A worker that follows, and what it builds: a group, and a model in whose making it hears
-    nothing until `goes_on`."""
+    nothing until that `may_end`."""
 
     def __init__(self) -> None:
-        self.goes_on = threading.Event()
+        self.may_end = {formed: threading.Event() for formed in (5, 6, 7)}
         self.begun: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.making = list[int]()
+        self.heartbeat = Heartbeat()
         self.fails = set[int]()
         """Formations whose build raises."""
         self.worker: Any = SimpleNamespace(
@@ -37,7 +41,10 @@ class Builds:
             given_up=None,
             build_beside=self.build_beside,
             make_engine=self.make_engine,
-            link=SimpleNamespace(built=lambda formed: self.told.put(("built", formed))),
+            link=SimpleNamespace(
+                built=lambda formed: self.told.put(("built", formed)),
+                builds_beside=self.heartbeat.build_beside,
+            ),
             fail_beside=lambda answer, *_: self.told.put(("failed", answer.formed)),
             settle_in=lambda engine, *_: self.told.put(("settled", engine)),
         )
@@ -53,11 +60,17 @@ class Builds:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.making.append(answer.formed)
         self.begun.put(answer.formed)
-        assert self.goes_on.wait(PATIENCE_S)
+        assert self.may_end[answer.formed].wait(PATIENCE_S)
         self.making.remove(answer.formed)
         if answer.formed in self.fails:
             raise ValueError("no such layer")
         return f"engine {answer.formed}"
+
+    def shown(self) -> bool:
+        """Whether the heartbeat shows that a build goes on."""
+        reader = HeartbeatReader(os.getpid(), self.heartbeat.fd)
+        with contextlib.closing(reader):
+            return reader.read().builds_beside
 
     def tend(self, formed: int, build: int | None) -> None:
         """The worker is told of a roster in which it follows (0), or that has its replica."""
@@ -70,7 +83,8 @@ class Builds:
 def builds() -> Iterator[Builds]:
     made = Builds()
     yield made
-    made.goes_on.set()
+    for event in made.may_end.values():
+        event.set()
     Worker.close_beside(made.worker)
     leave_replica_group()
 
@@ -86,7 +100,8 @@ def test_steps_go_on_while_a_build_that_was_given_up_comes_to_its_end(
     builds.tend(0, build=None)
     builds.tend(0, build=6)
     assert builds.making == [5] and builds.begun.empty()
-    builds.goes_on.set()
+    builds.may_end[5].set()
+    builds.may_end[6].set()
     assert builds.told.get(timeout=PATIENCE_S) == ("built", 6)
     builds.tend(6, build=None)
     assert builds.told.get(timeout=PATIENCE_S) == ("settled", "engine 6")
@@ -98,9 +113,24 @@ def test_of_several_that_were_given_up_in_a_row_the_last_alone_is_built(builds: 
     assert builds.begun.get(timeout=PATIENCE_S) == 5
     builds.tend(0, build=6)
     builds.tend(0, build=7)
-    builds.goes_on.set()
+    builds.may_end[5].set()
+    builds.may_end[7].set()
     assert builds.told.get(timeout=PATIENCE_S) == ("built", 7)
     assert builds.begun.get() == 7 and builds.begun.empty()
+
+
+def test_the_heartbeat_shows_a_build_until_its_thread_ends(builds: Builds) -> None:
+    """Also one that waits for another, which was given up: that one's end hides nothing."""
+    assert not builds.shown()
+    builds.tend(0, build=5)
+    assert builds.begun.get(timeout=PATIENCE_S) == 5 and builds.shown()
+    builds.tend(0, build=6)
+    builds.may_end[5].set()
+    assert builds.begun.get(timeout=PATIENCE_S) == 6 and builds.shown()
+    builds.may_end[6].set()
+    assert builds.told.get(timeout=PATIENCE_S) == ("built", 6)
+    builds.worker.beside._thread.join(PATIENCE_S)
+    assert not builds.shown()
 
 
 def test_who_leaves_its_replica_waits_for_what_was_given_up(builds: Builds) -> None:
@@ -109,14 +139,14 @@ def test_who_leaves_its_replica_waits_for_what_was_given_up(builds: Builds) -> N
     builds.tend(0, build=None)
     leaver = threading.Thread(target=Worker.close_beside, args=[builds.worker])
     leaver.start()
-    builds.goes_on.set()
+    builds.may_end[5].set()
     leaver.join(PATIENCE_S)
     assert not leaver.is_alive() and not dist.is_initialized() and builds.told.empty()
     assert builds.worker.beside is builds.worker.given_up is None
 
 
 def test_what_was_built_is_let_go_of_where_it_is_given_up(builds: Builds) -> None:
-    builds.goes_on.set()
+    builds.may_end[5].set()
     builds.tend(0, build=5)
     assert builds.told.get(timeout=PATIENCE_S) == ("built", 5)
     builds.tend(0, build=None)
@@ -131,7 +161,10 @@ def test_what_is_raised_is_told(error: type[BaseException]) -> None:
         raise error("no such layer")
 
     answer: Any = None
-    beside = SideBuild(answer, build, lambda: told.put(("done",)), lambda *f: told.put(f))
+    shown: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    done, failed = lambda: told.put(("done",)), lambda *f: told.put(f)
+    beside = SideBuild(answer, build, done, failed, shown.put)
     what, origin = told.get(timeout=PATIENCE_S)
     assert f"{error.__name__}: no such layer" in what and origin == "code"
     beside.close()
+    assert [shown.get(), shown.get()] == [True, False]
