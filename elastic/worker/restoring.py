@@ -87,8 +87,8 @@ def open_checkpoint(job: Job, step: int, node: str) -> Saved:
         bound_s = job.health.collective_timeout_s
         place = replace(
             place,
-            timeout_s=min(place.timeout_s, bound_s / 2),
-            part_timeout_s=min(place.part_timeout_s, bound_s / 4),
+            timeout_s=min(place.timeout_s, 0.7 * bound_s),
+            part_timeout_s=min(place.part_timeout_s, 0.2 * bound_s),  # a last try may begin then
         )
     store = open_store(place)
     manifest = load_manifest(store, Keys(), step)
