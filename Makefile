@@ -16,14 +16,13 @@ help:  ## what there is
 demo: $(READY)  ## train a small model and break it on the way; ARGS="..." changes the run
 	$(BIN)/python examples/quickstart.py $(ARGS)
 
-test: $(READY)  ## the tests, twenty-five minutes on two cores
-	$(BIN)/pytest
+test: test-unit test-runs  ## the tests, half an hour on two cores
 
 # Two files go beside each other, and where they start runs, each with a Ray cluster of its own.
-test-unit: $(READY)  ## those of them that start no run, eight minutes
+test-unit: $(READY)  ## those of them that start no run, eleven minutes
 	$(BIN)/pytest -o cache_dir=.pytest_cache/unit -n 2 --dist loadfile $(PYTEST_ARGS) tests/unit
 
-test-runs: $(READY)  ## the others, fifteen minutes
+test-runs: $(READY)  ## the others, twenty minutes
 	$(BIN)/pytest -o cache_dir=.pytest_cache/runs -n 2 --dist loadfile $(PYTEST_ARGS) --ignore tests/unit
 
 test-slow: $(READY)  ## those that `make test` leaves out for their cost
