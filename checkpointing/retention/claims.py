@@ -130,8 +130,8 @@ def claim_for_deletion(store: Store, keys: Keys, step: int) -> None:
         if store.put_if_absent(keys.claim(step), _body("deleting")):
             return
     except StoreUnavailableError as error:
-        # What makes room must not need any. A new pin could not be written either, and one that is
-        # there counts; where somebody makes room just now, `pin` looks for the record once more.
+        # What makes room must not need any. A pin that is there counts, and a new one would find
+        # no room, but by somebody who has some, or makes some, in just this moment.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
     if read_claim(store, keys, step) == "pinned":

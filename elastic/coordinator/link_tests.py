@@ -32,10 +32,12 @@ _MOST_NOTED = 100
 """Failed connections in an event."""
 
 _WITNESSES = 2
-"""Nodes beside those of a replica that stands still: they tell which end of a connection is bad."""
+"""Nodes beside those of a replica that stands still, at least: they tell which end of a connection
+is bad."""
 
 _MOST_NODES = 16
-"""That are tried at once: each sends to all others, and is told of all in one small message."""
+"""Of such a replica that are tried at once, with as many witnesses: each sends to all others, and
+is told of all in one small message."""
 
 _STILL_BOUND_S = 1.5
 """How long a message may take between two nodes where workers stand still. A good connection takes
@@ -98,7 +100,8 @@ class LinkTests:
         if len(theirs) < 2:
             return []
         others = dict.fromkeys(node for node in members.values() if node not in theirs)
-        asked = [*theirs[:_MOST_NODES], *[*others][:_WITNESSES]]
+        theirs = theirs[:_MOST_NODES]  # as many witnesses, or those who agree would outvote them
+        asked = [*theirs, *[*others][: max(_WITNESSES, len(theirs))]]
         async with self._trying:
             short = await self._agents.try_links(asked, _STILL_BOUND_S)
         left = {w: node for w, node in members.items() if w in self._membership.members}

@@ -163,8 +163,9 @@ class Publisher:
 
     def gave_up(self, step: int, generation: int) -> bool:
         """Whether that save, or one that was begun after it, failed: it will not be committed.
-        Where one begins, no writer that lives is busy with another, and what lacks a part by then
-        takes the room that the next ones need."""
+        Where one begins, no worker that is part of the commit is busy with another (a follower, or
+        one that is drained, may be); and what lacks a part by then takes the room that the next
+        ones need."""
         kept = step <= self._before or (step, generation) in self._in_doubt
         return (generation, step) <= self._failed and not kept
 

@@ -84,12 +84,11 @@ def open_checkpoint(job: Job, step: int, node: str) -> Saved:
     server that does not answer it comes back before that ends, and says what it has met."""
     place = job.paths.checkpoints
     if isinstance(place, S3Config):
-        bound_s = job.health.collective_timeout_s
-        place = replace(
-            place,
-            timeout_s=min(place.timeout_s, 0.7 * bound_s),
-            part_timeout_s=min(place.part_timeout_s, 0.2 * bound_s),  # a last try may begin then
-        )
+        bound_s = 0.9 * job.health.collective_timeout_s
+        part_s = min(place.part_timeout_s, bound_s / 2)
+        # A last try may begin when the time is up.
+        timeout_s = min(place.timeout_s, bound_s - part_s)
+        place = replace(place, timeout_s=timeout_s, part_timeout_s=part_s)
     store = open_store(place)
     manifest = load_manifest(store, Keys(), step)
     return Reader(store, manifest), manifest.training_state

@@ -202,6 +202,7 @@ class _Part:
             self.unreadable = not all(self._votes(had)) or self.unreadable
         if self.unreadable:
             return
+        self.error = None  # another worker has read what this one could not
         self._numbers = self._training_state()
         self._hand_round(readers)
         self._compare()

@@ -32,7 +32,8 @@ class Doors:
 
     async def try_links(self, nodes: Sequence[str], bound_s: float) -> dict[tuple[str, str], int]:
         self.asked.append(list(nodes))
-        return dict(self._found.pop(0))
+        found = self._found.pop(0)
+        return {ends: came for ends, came in found.items() if {*ends} <= {*nodes}}
 
 
 class Desk(CoordinatorDesk):
@@ -211,6 +212,23 @@ def test_a_newcomer_that_a_survivor_does_not_reach_is_taken_out_of_what_they_bui
     (lost,) = desk.happened(events.WorkerLost)
     assert (lost.worker, lost.cause, desk.workers.shunned_nodes) == ("s", "path", {"S"})
     assert doors.asked == [["A", "S", "C", "D"]] * 2
+
+
+def test_newcomers_who_agree_do_not_outvote_the_others(tmp_path: Path) -> None:
+    """Four of another subnet reach each other, and neither the survivor nor a whole replica: of two
+    witnesses each would have had more failed connections than each of the four."""
+    newcomers, old = "WXYZ", "AFGHIJ"
+    doors = Doors(*[{(o, n): 0 for o in old for n in newcomers}] * 2)
+    desk = Desk(tmp_path, each=5, spares=["w", "x", "y", "z"], doors=doors)
+    for worker in "bcde":
+        desk.membership.lose(worker)
+    for number, worker in enumerate("fghijklmno"):
+        desk.join(worker, desk.built[worker], generation=1, step=3, in_step=True, rank=number % 5)
+    desk.join("a", generation=1, step=3, in_step=True, rank=0)
+    asyncio.run(fail_for(desk, "a", "w", "x", "y", "z"))
+    assert {event.worker for event in desk.happened(events.WorkerLost)} == {"w", "x", "y", "z"}
+    assert desk.workers.shunned_nodes == {"W", "X", "Y", "Z"}
+    assert doors.asked[0] == ["A", "W", "X", "Y", "Z", *"FGHIJ"]
 
 
 def test_a_replica_that_forms_from_the_pool_has_its_connections_tried(tmp_path: Path) -> None:
