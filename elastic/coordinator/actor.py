@@ -312,10 +312,11 @@ class Coordinator(CoordinatorApi):
             self._note_stop(reason)
 
     def _note_stop(self, reason: str) -> None:
-        """Once: the run is to stop."""
-        if not self._membership.winding_down:
+        """The run is to stop. Told once, and again where somebody wants what a signal began: a
+        driver that is started again leaves it then."""
+        if not self._membership.winding_down or reason == events.BY_HAND:
             self._records.note(events.StopRequested(time=time.time(), reason=reason))
-            self._membership.wind_down()
+        self._membership.wind_down()
 
     def _watch_for_standstill(self, evidence: Aside) -> StandstillWatch | None:
         if self.config.health.progress_timeout_s is None:

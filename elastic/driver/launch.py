@@ -16,6 +16,7 @@ from typing import Any
 from ray.train import Checkpoint, Result, RunConfig
 
 from checkpointing import CheckpointConfig, Manifest, Snapshot
+from checkpointing.config import Resume
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
@@ -34,6 +35,7 @@ from elastic.driver.resume import (
     add_snapshot,
     check_continues,
     check_found,
+    check_function,
     find_stored,
     last_generation,
     local_path,
@@ -45,15 +47,15 @@ from elastic.driver.resume import (
     steps_done,
 )
 from elastic.driver.running import (
-    await_end,
     check_same,
     find_run,
     follow,
     has_finished,
     is_leaving,
+    look_for_end,
     may_be_going_on,
 )
-from elastic.errors import RunGoesOnError
+from elastic.errors import RunGoesOnError, RunStoppedError
 from elastic.membership.decisions import GroupConfig
 from elastic.node.snapshot_survey import clear_snapshots, find_snapshot
 from elastic.protocol import events
@@ -136,7 +138,7 @@ class Launch:
         run = None
         if may_be_going_on(paths):
             connect()
-            run = _find_run_to_attach(paths)
+            run = _find_run_to_attach(paths, self.checkpoint.resume)
         if run is not None:
             about = run.call(SupervisorApi.about)
             self.lanes = about.job.lanes
@@ -206,6 +208,7 @@ class Launch:
         model = build_model(task, self.train)[0]
         table = state_table(model, self.train.optimizer)
         self._settle(paths, identity, find_stored(*saved, table))
+        check_function(paths, last, task)
         return info
 
     def _prepare(self, paths: RunPaths) -> _Ready:
@@ -447,16 +450,24 @@ def _check_outlives() -> None:
         log.warning("detach = True: %s. %s.", fact, fix)
 
 
-def _find_run_to_attach(paths: RunPaths) -> Remote[SupervisorApi] | None:
+def _find_run_to_attach(paths: RunPaths, resume: Resume) -> Remote[SupervisorApi] | None:
     """The run that is going on; see `find_run`. One that ends as its driver was told to go is
     waited for, and then gone on with: a platform that moves a driver starts it again, and it would
-    take that end for somebody's will."""
+    take that end for somebody's will. Not where this driver would begin anew.
+
+    Raises:
+        RunStoppedError: somebody has ended it meanwhile.
+    """
     while (run := find_run(paths)) is not None:
         job = run.call(SupervisorApi.about).job
-        if not is_leaving(job.paths, job.paths.prefix_of(job.attempt)):
+        prefix, ending = job.paths.prefix_of(job.attempt), None
+        if resume == "never" or not is_leaving(job.paths, prefix):
             break
         log.warning("the run in %s saves and stops: waiting for that, to go on with it", paths.root)
-        await_end(run, paths)
+        while ending is None and is_leaving(job.paths, prefix):
+            ending = look_for_end(run, paths)
+        if ending is not None and ending.interrupted:
+            raise RunStoppedError(str(paths.root), "interrupted", steps_done(paths))
     return run
 
 

@@ -505,7 +505,7 @@ def check_continues(
         _check_shard(state["lanes"], train, anew)
     if task is None:
         return
-    _check_function(manifest, task, anew)
+    check_function(paths, manifest, task)
     samples = len(task.train_data())
     if (before := state.get("samples", samples)) != samples:
         raise ConfigError(
@@ -515,15 +515,17 @@ def check_continues(
             f"Use the same data, of text the same paths, seq_len, holdout and tokenizer, and the "
             f"version that began the run, where another one cuts its text otherwise; or {anew}",
         )
-    digest = task.info.get("train_sha256")
-    if (before := state.get("task", {}).get("train_sha256", digest)) != digest and digest:
+    had, has = state.get("task", {}), task.info
+    comparable = had.get("file_tokens") == has.get("file_tokens")
+    digest, before = has.get("train_sha256"), had.get("train_sha256")
+    if comparable and digest and before and digest != before:
         raise ConfigError(
             "train.task.data",
             f"tokens with sha256 {digest:.12}",
             f"the run to be continued has others, or in another order (sha256 {before:.12}): it "
             f"would take some twice and others never",
-            f"Use the same text, with paths that sort as they did, and holdout, tokenizer and "
-            f"file_tokens as they were; or {anew}",
+            f"Use the same text, with paths that sort as they did, and holdout and tokenizer as "
+            f"they were; or {anew}",
         )
 
 
@@ -541,10 +543,10 @@ def _check_shard(lanes: int, train: TrainConfig, anew: str) -> None:
         )
 
 
-def _check_function(manifest: Manifest, task: PreparedTask, anew: str) -> None:
+def check_function(paths: RunPaths, manifest: Manifest, task: PreparedTask) -> None:
     """Raises ConfigError where the model has tensors like those of `manifest`, and is another
-    function of them. An imported one may be changed on purpose, to have a longer context say:
-    there it is a warning."""
+    function of them. An imported one may be changed on purpose, to have a longer context say, and
+    another version of transformers may fill in more: there it is a warning."""
     before = manifest.training_state.get("task", {}).get("model")
     now = task.info.get("model")
     if not (isinstance(task, PreparedCausalLM) and isinstance(before, dict) and now):
@@ -555,13 +557,18 @@ def _check_function(manifest: Manifest, task: PreparedTask, anew: str) -> None:
         ", ".join(f"{key} = {reprlib.repr(both[i])}" for key, both in differing.items())
         for i in (0, 1)
     )
-    if "seed" not in manifest.training_state:
-        log.warning("the imported model has %s, and this run has %s", had, has)
+    versions = [config.get("transformers_version") for config in (before, now)]
+    if "seed" not in manifest.training_state or versions[0] != versions[1]:
+        log.warning(
+            "the checkpoint's model has %s, and this run has %s (transformers %s and %s): with the "
+            "same weights that may be another model",
+            had, has, *versions,
+        )  # fmt: skip
         return
     raise ConfigError(
         "train.task.model",
         has,
         f"the run to be continued has {had}: with the same weights it is another model",
         f"Use train.task.model as it was, and the config.json of model.path where it has one, or "
-        f"{anew}",
+        f"{_to_begin_anew(paths)}",
     )

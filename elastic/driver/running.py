@@ -235,10 +235,15 @@ def _conclude(run: Remote[SupervisorApi], observer: Observer) -> Report:
 
 def await_end(run: Remote[SupervisorApi], paths: RunPaths) -> Ending:
     """Waits for the end of a run. Where its supervisor does not live to tell, its records may."""
+    while (ending := look_for_end(run, paths)) is None:
+        pass
+    return ending
+
+
+def look_for_end(run: Remote[SupervisorApi], paths: RunPaths) -> Ending | None:
+    """As `await_end`; None where it does not come in WAIT_S."""
     try:
-        while (ending := run.call(SupervisorApi.ending, WAIT_S)) is None:
-            pass
+        return run.call(SupervisorApi.ending, WAIT_S)
     except ray.exceptions.RayActorError as gone:
         lost = Ending(error=f"its supervisor was ended ({gone}); run the same name again")
         return recorded_ending(paths) or lost
-    return ending

@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 
 _ANSWER_S = 30.0
 """How long Ray may take for an answer on a busy machine, where workers themselves have less."""
+_MOST_S = 600.0
+"""One that is not there after this is ended, whatever workers may have: the run waits for it."""
 _LOOK_S = 0.5
 """How often a new controller looks which workers have answered."""
 
@@ -370,7 +372,7 @@ def ask_all(actors: Mapping[str, Any], silent_s: float) -> dict[str, Any]:
     Returns:
         name -> its metadata and world rank, or the error that was the answer.
     """
-    deadline = time.monotonic() + max(silent_s, _ANSWER_S)
+    deadline = time.monotonic() + min(max(silent_s, _ANSWER_S), _MOST_S)
     asked = {name: _ask(actor) for name, actor in actors.items()}
     answers: dict[str, Any] = {}
     while asked:

@@ -103,10 +103,11 @@ class CausalLM:
                 "train_tokens": data.train_tokens,
                 "val_tokens": data.val_tokens,
                 "train_sha256": TokenSet.open(data.train).sha256,
+                "file_tokens": text.file_tokens,
                 "train_path": data.train,
                 "val_path": data.val,
                 "parameters": sum(param.numel() for param in model.parameters()),
-                "model": json.loads(json.dumps(config, default=str)),
+                "model": _recorded(config),
                 "pretrained": pretrained,
             },
         )
@@ -264,7 +265,7 @@ class PreparedCausalLM:
             pretrained=None,
             end_id=0 if task.texts == "apart" else None,  # no text ends, but attention is that one
             family=family,
-            info={},
+            info={"model": _recorded(config)},
         )
 
     def warm_up(self) -> None:
@@ -350,6 +351,11 @@ class PreparedCausalLM:
         if self.end_id is None:
             return TokenDataset(path, self.seq_len)
         return TextDataset(path, self.seq_len, self.end_id)
+
+
+def _recorded(config: Mapping[str, Any]) -> Any:
+    """A complete configuration as a checkpoint has it, in JSON."""
+    return json.loads(json.dumps(config, default=str))
 
 
 @cache

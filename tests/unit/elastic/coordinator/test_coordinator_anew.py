@@ -303,13 +303,18 @@ def test_a_stop_that_no_coordinator_could_take_is_taken_by_the_next_one(
 
     async def stopped(of_start: CoordinatorConfig) -> bool:
         coordinator = Coordinator(of_start)
-        asked = coordinator._membership.winding_down
+        if asked := coordinator._membership.winding_down:
+            for reason in ("SIGINT", events.BY_HAND):
+                await coordinator.wind_down(reason)
         await coordinator.end("finished", None)
         return asked
 
     assert asyncio.run(stopped(config))
     happened = read_events(config.paths.events)
-    assert [e.reason for e in happened if isinstance(e, events.StopRequested)] == ["SIGTERM"]
+    assert [e.reason for e in happened if isinstance(e, events.StopRequested)] == [
+        "SIGTERM",
+        events.BY_HAND,  # somebody wants it now
+    ]
     assert kinds(happened)[0] == "run_started"
     monkeypatch.setattr(actor, "started_anew", lambda: False)
     assert not asyncio.run(stopped(replace(config, prefix="run/2/")))

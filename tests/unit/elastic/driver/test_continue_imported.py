@@ -144,6 +144,20 @@ def test_another_function_of_the_same_weights_is_refused(
     assert error.fix.endswith(", or another run_config.name or resume='never'")
 
 
+def test_where_transformers_is_another_one_it_is_a_warning(
+    text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may fill in what was left open: the program cannot be as it was."""
+    same, changed = prepared(text), prepared(text, sliding_window=8)
+    info = {**same.info, "model": {**same.info["model"], "transformers_version": "5.1"}}
+    state = {**OWN, "samples": len(same.train_data()), "task": info}
+    check_continues(PATHS, manifest(**state), TRAIN, changed)
+    assert (
+        "has sliding_window = None, and this run has sliding_window = 8 (transformers 5.1 and"
+        in (caplog.messages[-1])
+    )
+
+
 def test_text_in_another_order_is_refused(tmp_path: Path) -> None:
     """The files are sorted by their paths; the number of samples stays."""
     for name in ("a", "b", "c"):
@@ -170,7 +184,9 @@ def test_text_in_another_order_is_refused(tmp_path: Path) -> None:
     assert (error.field, error.value) == ("train.task.data", f"tokens with sha256 {now[:12]}")
     assert f"(sha256 {before[:12]})" in error.fact and before != now
     older = {name: value for name, value in first.info.items() if name != "train_sha256"}
-    check_continues(PATHS, manifest(**{**state, "task": older}), TRAIN, renamed)
+    otherwise_cut = {**first.info, "file_tokens": 64}  # its digest says nothing of the order
+    for info in (older, otherwise_cut):
+        check_continues(PATHS, manifest(**{**state, "task": info}), TRAIN, renamed)
 
 
 def test_what_changes_nothing_of_the_function_may_differ(

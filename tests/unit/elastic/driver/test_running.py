@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,13 +97,18 @@ class Leaving(Remote[Any]):
     def __init__(self, paths: RunPaths) -> None:
         super().__init__(None)
         self.job, self.over = run_plan(paths, Remote(None)).job, False
+        self.end = Ending(error=None)
+        self.waits: list[Callable[[], None]] = []
+        """What happens while somebody waits, before the end."""
 
     def call(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         if method is SupervisorApi.about:
             return About(job=self.job, task_info={})
         assert method is SupervisorApi.ending
+        if self.waits:
+            return self.waits.pop()()
         self.over = True
-        return Ending(error=None)
+        return self.end
 
 
 @pytest.mark.parametrize(
@@ -132,7 +138,26 @@ def test_a_driver_that_was_moved_goes_on_with_the_run_that_it_was_told_to_leave(
     if kept:
         keep_stop(paths.prefix_of(run.job.attempt), "SIGTERM")
     monkeypatch.setattr(launch, "find_run", lambda _: None if run.over else run)
-    assert launch._find_run_to_attach(paths) is (None if waits else run)
+    assert launch._find_run_to_attach(paths, "auto") is (None if waits else run)
+    run.over = False
+    assert launch._find_run_to_attach(paths, "never") is run
+
+
+def test_who_waits_for_such_a_run_leaves_it_where_somebody_ends_it(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `elastic stop` it is attached to again, and told as any that somebody stops."""
+    KeptInMemory(monkeypatch)
+    run, by_hand = Leaving(paths), StopRequested(time=3.0, reason=BY_HAND)
+    monkeypatch.setattr(launch, "find_run", lambda _: None if run.over else run)
+    with EventLog(paths.events) as log:
+        log.append(STARTED)
+        log.append(StopRequested(time=0.5, reason="SIGTERM"))
+        run.end = Ending(error=None, interrupted=True)
+        with pytest.raises(RunStoppedError, match="was interrupted by somebody else"):
+            launch._find_run_to_attach(paths, "auto")
+        run.over, run.waits = False, [lambda: log.append(by_hand)]
+        assert launch._find_run_to_attach(paths, "auto") is run
 
 
 def test_a_supervisor_that_is_frozen_holds_up_nobody_for_ever(
