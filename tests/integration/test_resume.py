@@ -208,7 +208,7 @@ def test_refuses_another_model_and_other_data(
     with pytest.raises(ConfigError, match=r"another model.*mlp.*\[32, 96\]"):
         wider.fit()
     other = six_steps(text, tmp_path, task=tiny_task(text, rms_norm_eps=1e-3))
-    with pytest.raises(ConfigError, match=r"rms_norm_eps = 0\.001: .*it is another model"):
+    with pytest.raises(ConfigError, match=r"rms_norm_eps = 0\.001': .*it is another model"):
         other.fit()
     with pytest.raises(ConfigError, match=r"train\.seed = 9: .* continued has 3, .*Use 3"):
         six_steps(text, tmp_path, seed=9).fit()
