@@ -166,8 +166,11 @@ class Publisher:
         Where one begins, no worker that is part of the commit is busy with another (a follower, or
         one that is drained, may be); and what lacks a part by then takes the room that the next
         ones need."""
-        kept = step <= self._before or (step, generation) in self._in_doubt
-        return (generation, step) <= self._failed and not kept
+        return (generation, step) <= self._failed and not self._may_be_committed(step, generation)
+
+    def _may_be_committed(self, step: int, generation: int) -> bool:
+        """By a request that is under way: this coordinator's, or that of the one before."""
+        return step <= self._before or (step, generation) in self._in_doubt
 
     async def give_up(self, step: int, generation: int) -> None:
         """The save of `step` by the roster of `generation` failed: what is written of it and of
@@ -175,7 +178,7 @@ class Publisher:
         for it. Each of its writers may say so: what it wrote is looked for again."""
         attempt = (step, generation)
         async with self._committing:
-            if step in self._saved or step <= self._before or attempt in self._in_doubt:
+            if step in self._saved or self._may_be_committed(*attempt):
                 self.left(step)
                 return
             self._failed = max(self._failed, (generation, step))

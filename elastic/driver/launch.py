@@ -235,9 +235,8 @@ class Launch:
         built = build_model(task, self.train)[0]
         model = state_table(built, self.train.optimizer)
         stored = find_stored(*saved, model)
-        origin = self._settle(paths, identity, add_snapshot(stored, identity, snapshot, model))
-        if origin.manifest is not None:
-            check_continues(paths, origin.manifest, self.train, task)
+        origin = add_snapshot(stored, identity, snapshot, model)
+        self._settle(paths, identity, origin, task)
         return _Ready(
             identity=identity,
             model=model,
@@ -347,11 +346,17 @@ class Launch:
             began=began,
         )
 
-    def _settle(self, paths: RunPaths, identity: RunIdentity, origin: Origin) -> Origin:
-        """Checks what to go on from, and takes its lanes."""
+    def _settle(
+        self,
+        paths: RunPaths,
+        identity: RunIdentity,
+        origin: Origin,
+        task: PreparedTask | None = None,
+    ) -> Origin:
+        """Checks what to go on from, with the `task` once it is prepared, and takes its lanes."""
         check_found(paths, identity, self.checkpoint.resume, origin)
         if origin.manifest is not None:
-            check_continues(paths, origin.manifest, self.train)
+            check_continues(paths, origin.manifest, self.train, task)
             if self.train.lanes is None:
                 # They belong to the run; an imported checkpoint has none.
                 self.lanes = int(origin.manifest.training_state.get("lanes", self.lanes))

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Sequence
 
-from elastic.protocol.events import Event, RunEnded, RunOutcome, RunStarted, StepRecord
+from elastic.protocol.events import Event, RunEnded, RunOutcome, StepRecord
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import Ending
 from elastic.reporting.event_log import (
     EventLog,
+    has_begun,
     last_event,
-    last_events,
     last_step,
     read_events,
     read_steps,
@@ -41,8 +41,7 @@ def record_end(paths: RunPaths, began: float, outcome: RunOutcome, error: str | 
     Raises:
         OSError: the storage refuses.
     """
-    started = last_events(paths.events, RunStarted)
-    if [one.time for one in started] != [began] or recorded_ending(paths) is not None:
+    if not has_begun(paths.events, began) or recorded_ending(paths) is not None:
         return
     last = last_step(paths.steps, lambda _: True, lenient=True)
     step = 0 if last is None else last.step + 1

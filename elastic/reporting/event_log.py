@@ -235,10 +235,12 @@ def find_end(path: str | os.PathLike[str], began: float) -> RunEnded | None:
     """How the start of a run ended that `began` then; None where it has not. See `present_start`.
     Nothing follows an end but the next start."""
     end = last_event(path)
-    if not isinstance(end, RunEnded):
-        return None
-    started = last_events(path, RunStarted)
-    return end if [one.time for one in started] == [began] else None
+    return end if isinstance(end, RunEnded) and has_begun(path, began) else None
+
+
+def has_begun(path: str | os.PathLike[str], began: float) -> bool:
+    """Whether the newest start in a file is the one that `began` then. See `present_start`."""
+    return [one.time for one in last_events(path, RunStarted)] == [began]
 
 
 def last_step(

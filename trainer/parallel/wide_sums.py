@@ -7,7 +7,7 @@ float32 is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -21,7 +21,7 @@ in backward; torch's own takes all that are smaller in one call."""
 _ALIGNED = 16
 """Bytes: of what does not begin at a multiple of them, what is compiled takes a copy."""
 
-Tensors = Sequence[torch.Tensor]
+Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 AddTo = Callable[[Tensors, Tensors], None]
 """Adds to each tensor the one at its place in the other list, in place."""
@@ -29,7 +29,7 @@ AddTo = Callable[[Tensors, Tensors], None]
 
 def add_wide(sums: Tensors, given: Tensors) -> None:
     """As torch does."""
-    torch._foreach_add_(list(sums), list(given))
+    torch._foreach_add_(sums, given)
 
 
 def make_add(compiled: Compile, device: torch.device) -> AddTo:

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,18 @@ def part(paths: RunPaths, rank: int, step: int, generation: int = 1) -> Receipt:
 async def aside() -> None:
     """Waits for what is done beside."""
     await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+
+def receipts_of(desk: CoordinatorDesk, checkpoint: CheckpointConfig | None = None) -> Receipts:
+    config = replace(desk.config, checkpoint=checkpoint or desk.config.checkpoint)
+    return Receipts(
+        config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
+    )
+
+
+async def take_all(receipts: Receipts, *parts: Receipt) -> None:
+    for receipt in parts:
+        await receipts.take(receipt, {}, 0.0, WRITERS)
 
 
 def test_a_save_that_lacks_a_part(tmp_path: Path) -> None:
@@ -137,10 +150,7 @@ def test_saves_that_only_another_machine_sees_cost_no_checkpoint(tmp_path: Path)
 
 def test_that_old_ones_cannot_be_deleted_is_told_once_until_they_can(tmp_path: Path) -> None:
     desk = CoordinatorDesk(tmp_path)
-    config = replace(desk.config, checkpoint=CheckpointConfig(keep_last=1))
-    receipts = Receipts(
-        config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
-    )
+    receipts = receipts_of(desk, CheckpointConfig(keep_last=1))
 
     async def save(step: int, *, stuck: bool) -> None:
         parts = [part(desk.paths, rank, step) for rank in range(WRITERS)]
@@ -167,9 +177,7 @@ def test_a_commit_stands_whatever_becomes_of_the_old_ones(
 ) -> None:
     """The last one, too: the run would wait for it for ever."""
     desk = CoordinatorDesk(tmp_path)
-    receipts = Receipts(
-        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
-    )
+    receipts = receipts_of(desk)
     last = desk.membership.until
 
     def no_thread(*_args: Any, **_how: Any) -> list[int]:
@@ -194,10 +202,7 @@ def test_an_old_one_is_deleted_when_the_run_can_go_back_to_the_new_one(
     """All copies of the state may be lost while the new one is committed (`lost`), or the old one
     deleted: the run goes back to the one that it knows."""
     desk = CoordinatorDesk(tmp_path)
-    config = replace(desk.config, checkpoint=CheckpointConfig(keep_last=1))
-    receipts = Receipts(
-        config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
-    )
+    receipts = receipts_of(desk, CheckpointConfig(keep_last=1))
     progress = desk.membership.progress
     known_then: list[int] = []
 
@@ -232,14 +237,9 @@ def test_failed_saves_leave_nothing_behind(tmp_path: Path) -> None:
     """Or a store that was short of room for a while has none for the next one, ever."""
     desk = CoordinatorDesk(tmp_path)
     disk, now = RunPaths(root=tmp_path / "disk"), desk.membership.progress.generation
-    receipts = Receipts(
-        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
-    )
+    receipts = receipts_of(desk)
     store = open_store(desk.paths.checkpoints)
-
-    async def take(*parts: Receipt) -> None:
-        for receipt in parts:
-            await receipts.take(receipt, {}, 0.0, WRITERS)
+    take = partial(take_all, receipts)
 
     async def play() -> None:
         await take(part(desk.paths, 0, 2, now), part(desk.paths, 1, 2, now))
@@ -273,14 +273,9 @@ def test_a_failed_save_takes_with_it_what_those_before_have_left(tmp_path: Path)
     """Where there is room for less than one more, no commit would ever come to sweep them."""
     desk = CoordinatorDesk(tmp_path)
     progress = desk.membership.progress
-    receipts = Receipts(
-        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
-    )
+    receipts = receipts_of(desk)
     store = open_store(desk.paths.checkpoints)
-
-    async def take(*parts: Receipt) -> None:
-        for receipt in parts:
-            await receipts.take(receipt, {}, 0.0, WRITERS)
+    take = partial(take_all, receipts)
 
     async def play() -> None:
         now = progress.generation
@@ -401,9 +396,7 @@ def test_what_a_retention_that_failed_was_to_look_for_is_found_by_the_next(
 def test_parts_that_count_no_longer_are_deleted_once_the_run_is_past_them(tmp_path: Path) -> None:
     """Writers of before the run went back write on, or say that they could not."""
     desk = CoordinatorDesk(tmp_path)
-    receipts = Receipts(
-        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
-    )
+    receipts = receipts_of(desk)
     progress = desk.membership.progress
     store = open_store(desk.paths.checkpoints)
 
@@ -437,9 +430,7 @@ def test_a_store_that_deletes_nothing_holds_no_writer(
     """Or the run could not end: each save in the background is waited for there."""
     desk, answers = CoordinatorDesk(tmp_path), threading.Event()
     now = desk.membership.progress.generation
-    receipts = Receipts(
-        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
-    )
+    receipts = receipts_of(desk)
 
     def hangs(*_args: Any, **_how: Any) -> list[str]:
         answers.wait()
@@ -500,9 +491,7 @@ def test_what_may_be_committed_is_not_deleted(
 def test_a_late_failure_of_an_old_attempt_does_not_end_the_run(tmp_path: Path) -> None:
     """Its node is cut off: the others have written the last checkpoint, or will."""
     desk = CoordinatorDesk(tmp_path)
-    receipts = Receipts(
-        desk.config, desk.membership, desk.dispatcher, desk.records, SaveWish(desk.membership)
-    )
+    receipts = receipts_of(desk)
     desk.membership.progress.generation += 1  # a regroup after a fault: what was held stays
     last, now = desk.membership.until, desk.membership.progress.generation
 

@@ -17,6 +17,7 @@ from elastic.config import HealthConfig
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.run_paths import RunPaths
 from elastic.worker.restoring import restore
+from tests.support.cross_pair import join_pair
 from tests.support.restore_plane import task
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
@@ -45,21 +46,9 @@ def meet() -> Iterator[Rendezvous]:
 
 def alone_of_two(meet: Rendezvous) -> CrossGroup:
     """The group of a worker whose peer has left by the first collective."""
-
-    def join(rank: int) -> CrossGroup:
-        return CrossGroup(
-            meet,
-            "cross",
-            lanes=[(0,), (1,)],
-            total_lanes=2,
-            rank=rank,
-            device="cpu",
-            leave_now=lambda: False,
-        )
-
-    peer = threading.Thread(target=lambda: join(1).close())
+    peer = threading.Thread(target=lambda: join_pair(meet, 1).close())
     peer.start()
-    cross = join(0)
+    cross = join_pair(meet, 0)
     peer.join()
     return cross
 

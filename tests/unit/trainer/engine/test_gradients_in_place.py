@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.compiled_sums import record_sums
 from tests.support.data_plane import make_engine
 from tests.support.measured_peak import taken
 from tests.support.tiny import tiny_train, write_text
@@ -212,16 +213,7 @@ def test_a_compiled_run_adds_by_a_kernel_of_its_own(
     task = CustomTask(build_model=Large, loss_function=loss_of, dataset=[0])
     train = replace(task_of("all")[1], task=task, precision="bfloat16", compile="require")
     batches = [torch.randn(1, 1024) for _ in range(3)]
-    make, added = wide_sums._compiled_add, list[int]()
-
-    def recorded(required: bool) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        add = make(required)
-
-        def call(sums: torch.Tensor, given: torch.Tensor) -> None:
-            added.append(sums.numel())
-            add(sums, given)
-
-        return call
+    added = record_sums(monkeypatch)
 
     def computed() -> torch.Tensor:
         engine = make_engine(0, meet(port), task, train)
@@ -231,7 +223,6 @@ def test_a_compiled_run_adds_by_a_kernel_of_its_own(
         leave_replica_group()
         return flat
 
-    monkeypatch.setattr(wide_sums, "_compiled_add", recorded)
     compiled = computed()
     assert added == [1024 * 1024] * 2
     monkeypatch.setattr(wide_sums, "_is_worth_it", lambda *_: False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from tests.support.compiled_sums import record_sums
 from trainer.parallel import wide_sums
 from trainer.parallel.wide_sums import add_wide, make_add
 
@@ -17,20 +18,7 @@ LARGE = wide_sums._LEAST
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of what is compiled: how many numbers each call adds."""
-    seen: list[int] = []
-    make = wide_sums._compiled_add
-
-    def recorded(required: bool) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        add = make(required)
-
-        def call(sums: torch.Tensor, given: torch.Tensor) -> None:
-            seen.append(sums.numel())
-            add(sums, given)
-
-        return call
-
-    monkeypatch.setattr(wide_sums, "_compiled_add", recorded)
-    return seen
+    return record_sums(monkeypatch)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

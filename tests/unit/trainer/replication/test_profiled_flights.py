@@ -4,34 +4,23 @@ collective may be among its records, which one of Gloo's threads would write to 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from tests.support.cross_pair import join_pair
 from trainer.backend.rendezvous import Rendezvous
-from trainer.replication.replicas import CrossGroup
 
 TIMEOUT_S = 30.0
 
 
-def cross_group(port: int, rank: int) -> CrossGroup:
-    """One of two members, each on a thread of its own."""
-    return CrossGroup(
-        Rendezvous(host="127.0.0.1", port=port, timeout_s=TIMEOUT_S),
-        "cross",
-        lanes=[(0,), (1,)],
-        total_lanes=2,
-        rank=rank,
-        device="cpu",
-        leave_now=lambda: False,
-    )
-
-
 def test_a_profile_holds_no_collective_of_gloos_across_replicas() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meet = Rendezvous(host="127.0.0.1", port=store.port, timeout_s=TIMEOUT_S)
     with ThreadPoolExecutor() as threads:
-        ours, theirs = threads.map(lambda rank: cross_group(store.port, rank), range(2))
+        ours, theirs = threads.map(partial(join_pair, meet), range(2))
         mine, others = torch.ones(4), torch.ones(4)
         with profile(activities=[ProfilerActivity.CPU]) as running:
             theirs_ends = threads.submit(theirs.sum, others)
