@@ -2,6 +2,7 @@
 
 TrainerError
 ├── ConfigError          what the user wrote cannot work; raised before anything starts
+│   └── StorageNotSeenError  one machine does not see what a setting names; others may
 ├── CompileError         a block that must be compiled cannot be, on any worker
 ├── CompilerFailed       torch's compiler failed here: on one machine, or on all
 ├── NonFiniteError       too many steps in a row had a non-finite loss or gradient
@@ -58,6 +59,11 @@ class ConfigError(TrainerError):
     def __str__(self) -> str:
         # A fact may end with another error's words, which are a sentence already.
         return f"{self.field} = {self.value!r}: {self.fact.removesuffix('.')}. {self.fix}."
+
+
+class StorageNotSeenError(ConfigError):
+    """This machine cannot read what a setting names; others may. Raised by a worker before it takes
+    part in anything: see `elastic/coordinator/trouble.py` for what follows."""
 
 
 def describe(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
-from elastic.protocol.causes import COLLECTIVE, Cause, entry_of
+from elastic.protocol.causes import COLLECTIVE, STORAGE, USER_ERROR, Cause, entry_of
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
@@ -55,7 +55,8 @@ class Troubles:
         the replica's nodes are tried: who gets no answer from a bad one is not at fault. Workers
         of one replica that raise errors of their own at the same time are each at fault: the first
         to be written off explains no other. Who cannot go on is lost for its own cause, also where
-        a peer is lost, too."""
+        a peer is lost, too. Storage that a machine does not see is a wrong setting, unless others
+        work, and so see it."""
         membership = self._membership
         patience_s = self._node_s if cause == COLLECTIVE else _PEER_LOSS_PATIENCE_S
         formation = formed or self._formation_of(worker)
@@ -72,6 +73,8 @@ class Troubles:
                     await self._link_tests.explain(worker)
                 if broken() and worker not in self._at_fault:
                     return "peer"
+            if cause == STORAGE and not membership.has_state:
+                cause = USER_ERROR
             self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
             await self._workers.lose(worker, cause, detail, step, formation)
             return "own"

@@ -234,7 +234,7 @@ HEAL = register_cause(
 STORAGE = register_cause(
     "storage",
     CauseEntry(
-        text="it could not read a checkpoint that reads well on another machine",
+        text="its machine could not read a checkpoint, tokens or run directory that others read",
         budget="max_crashes",
         color="#4682b4",
         against_machine=0.3,  # a network file system's cache may be old, once

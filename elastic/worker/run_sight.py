@@ -7,13 +7,14 @@ import platform
 import threading
 
 from elastic.protocol.run_paths import RunPaths
-from trainer.errors import ConfigError
+from trainer.errors import StorageNotSeenError
 
 
 class RunSight:
     """Looks as soon as it is made, on a thread: a network file system may take its time, and may
     show a file as it was before. Where checkpoints lie in a store elsewhere nobody looks: a worker
-    needs nothing of the directory then.
+    needs nothing of the directory itself then. Of the tokens, which may lie below it, it looks at
+    the files (`PreparedCausalLM.open_tokens`).
 
     Args:
         paths: the run's.
@@ -29,12 +30,12 @@ class RunSight:
         system does not answer it passes.
 
         Raises:
-            ConfigError: this machine does not see the directory.
+            StorageNotSeenError: this machine does not see the directory.
         """
         if not self._sees:
             self._look()
         if not self._sees:
-            raise ConfigError(
+            raise StorageNotSeenError(
                 "run_config.storage_path",
                 str(self._paths.root.parent),
                 f"{self._paths.identity} is not there on machine {platform.node()}",

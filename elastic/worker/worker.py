@@ -36,6 +36,7 @@ from elastic.protocol.causes import (
     GPU_MEMORY,
     NETWORK,
     OUT_OF_MEMORY,
+    STORAGE,
     USER_ERROR,
     Cause,
     entry_of,
@@ -97,6 +98,7 @@ _CAUSES: dict[Origin, Cause] = {
     "assert": DEVICE_ASSERT,
     "compiler": COMPILER,
     "network": NETWORK,
+    "storage": STORAGE,
     "code": USER_ERROR,
 }
 """What a worker is lost for, by the origin of its exception."""
@@ -335,12 +337,15 @@ class Worker:
     def make_engine(
         self, answer: Build, former: Engine | None, leave_now: Callable[[], bool]
     ) -> Engine:
-        """This worker's engine in a new replica, as the heir of `former` if there is one.
+        """This worker's engine in a new replica, as the heir of `former` if there is one. That its
+        machine sees what training reads shows here, where nobody heals or waits for it yet.
 
         Raises:
-            ConfigError: see `RunSight.check`.
+            StorageNotSeenError: see `RunSight.check` and `PreparedCausalLM.open_tokens`.
         """
         self.run_sight.check()
+        if isinstance(self.job.task, PreparedCausalLM):
+            self.job.task.open_tokens()
         train, device = self.job.train, self.job.scaling.device
         mesh = make_replica_group(
             self.rendezvous_at(answer),

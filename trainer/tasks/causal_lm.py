@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainer.config import TrainConfig
 from trainer.data.config import DataConfig
-from trainer.errors import ConfigError, TrainerError, check_types
+from trainer.errors import ConfigError, StorageNotSeenError, TrainerError, check_types
 from trainer.models.causal import check_causal
 from trainer.models.computes import check_sizes
 from trainer.models.family import HUGGING_FACE, ModelFamily, family_of
@@ -273,8 +274,28 @@ class PreparedCausalLM:
         tokens."""
         self.family.build_on_meta(self.config)
         with suppress(TrainerError, OSError):  # it comes again where samples are needed
+            self.open_tokens()
+
+    def open_tokens(self) -> None:
+        """Looks at the files of tokens; once they are well, never again in this process. A worker
+        calls it before it has a part in a replica.
+
+        Raises:
+            StorageNotSeenError: this machine cannot read them, or reads others than were written.
+        """
+        from trainer.data.index import TokensCorruptError
+
+        try:
             self.train_data()
             self.eval_data()
+        except (TokensCorruptError, OSError) as error:
+            raise StorageNotSeenError(
+                "train.task.data",
+                self.train_path,
+                f"the tokens cannot be read on machine {platform.node()}: {error}",
+                "Mount them at this path on all machines, or use a train.task.data.cache_dir that "
+                "all of them see",
+            ) from error
 
     def build(self, seed: int) -> tuple[nn.Module, WeightSource]:
         """See PreparedTask."""

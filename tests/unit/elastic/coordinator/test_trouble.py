@@ -20,6 +20,7 @@ from elastic.protocol.causes import (
     GPU_MEMORY,
     NETWORK,
     OUT_OF_MEMORY,
+    STORAGE,
     USER_ERROR,
     Cause,
     entry_of,
@@ -110,3 +111,39 @@ def test_workers_of_one_replica_that_raise_in_turn_are_one_try(
     assert asyncio.run(raise_in_turn(desk, workers, DEVICE_ASSERT)) == ["own", "own"]
     assert [lost.cause for lost in desk.happened(events.WorkerLost)] == [DEVICE_ASSERT] * 2
     assert (desk.membership.stopped is not None) == ends
+
+
+def lose_for_storage(desk: CoordinatorDesk, workers: str) -> list[str]:
+    """One after the other does not see the storage while it builds. Returns what for they are
+    lost."""
+    no_links: Any = None
+    troubles = Troubles(HealthConfig(), desk.membership, desk.dispatcher, desk.workers, no_links)
+
+    async def settle_all() -> None:
+        for worker in workers:
+            told = await troubles.settle(worker, None, "run.json is not there", STORAGE)
+            assert told == "own"
+
+    asyncio.run(settle_all())
+    return [lost.cause for lost in desk.happened(events.WorkerLost)]
+
+
+def test_machines_that_do_not_see_the_storage_are_to_blame_where_others_work(
+    tmp_path: Path,
+) -> None:
+    """And the run goes on, however many come."""
+    desk = CoordinatorDesk(tmp_path, spares="xyz")
+    desk.membership.lose("c")
+    for worker in "ab":
+        desk.join(worker, built=desk.built[worker], step=0)
+    assert "x" in desk.built, "it builds what is lost"
+    assert lose_for_storage(desk, "xyz") == [STORAGE] * 3
+    assert desk.membership.stopped is None and entry_of(STORAGE).against_machine
+
+
+def test_storage_that_none_has_seen_soon_ends_the_run_as_a_wrong_setting(tmp_path: Path) -> None:
+    desk = CoordinatorDesk(tmp_path, building=True)
+    assert lose_for_storage(desk, "ab") == [USER_ERROR] * 2
+    stopped = desk.membership.stopped
+    assert stopped is not None and stopped.cause == USER_ERROR
+    assert "run.json is not there" in (stopped.error or "")

@@ -10,7 +10,13 @@ from trainer.backend import origin as origin_module
 from trainer.backend.origin import Origin, origin_of
 from trainer.backend.polling import LEFT, poll_until
 from trainer.backend.silence import Connections
-from trainer.errors import CompilerFailed, GroupError, NetworkError
+from trainer.errors import (
+    CompilerFailed,
+    ConfigError,
+    GroupError,
+    NetworkError,
+    StorageNotSeenError,
+)
 
 
 def of_cuda(code: int) -> torch.AcceleratorError:
@@ -36,6 +42,8 @@ def of_cuda(code: int) -> torch.AcceleratorError:
         (of_cuda(214), "ecc"),
         (of_cuda(710), "assert"),
         (NetworkError("p5.48xlarge", 32, (), "w0.log"), "network"),
+        (StorageNotSeenError("train.task.data", "/tokens", "not there", "Mount it"), "storage"),
+        (ConfigError("train.task.data.paths", "/tokens", "not there", "Mount it"), "code"),
         (RuntimeError(f"[gloo] nccl: {LEFT}; a peer did not come; CUDA out of memory"), "code"),
         (CompilerFailed("the loss", "connection reset by peer"), "compiler"),
         (ValueError("connection reset by peer"), "code"),

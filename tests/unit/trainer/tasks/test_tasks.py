@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.data import DataConfig, TokensCorruptError
 from trainer.engine.state import state_table
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, StorageNotSeenError
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.custom import CustomTask
@@ -134,6 +135,19 @@ def test_a_worker_without_its_tokens_hears_of_it_where_it_needs_them(
     task.warm_up()
     with pytest.raises(TokensCorruptError, match=r"none/index\.json.* mounted on this machine"):
         task.train_data()
+
+
+@pytest.mark.parametrize("lacking", ["train_path", "eval_path"])
+def test_the_machine_that_does_not_see_the_tokens_is_named(
+    prepared: PreparedCausalLM, tmp_path: Path, lacking: str
+) -> None:
+    prepared.open_tokens()
+    task: PreparedCausalLM = replace(prepared, **{lacking: str(tmp_path / "none")})
+    named = (
+        rf"^train\.task\.data = .* on machine {platform.node()}: .*none/index\.json.*\.cache_dir"
+    )
+    with pytest.raises(StorageNotSeenError, match=named):
+        task.open_tokens()
 
 
 def test_workers_build_the_same_model(prepared: PreparedCausalLM) -> None:
