@@ -9,6 +9,7 @@ TrainerError
 ├── LedgerError          (samples.py) a step committed other samples than it should have
 ├── TokensCorruptError   (data/index.py) a token file is not what its index says, or not there
 ├── ExchangeError        a model or state of another system that cannot be read or written
+├── DataStorageError     storage of samples falters, and was waited for
 ├── NetworkError         NCCL goes over TCP on a machine that has EFA
 ├── GroupError           a process group or its rendezvous failed: a peer may be gone
 ├── HealError            state that was on its way did not come as it was sent; never leaves a heal
@@ -169,6 +170,26 @@ class ExchangeError(TrainerError):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.fact}. {self.fix}."
+
+
+class DataStorageError(TrainerError):
+    """Samples could not be read because their storage falters; the error that came last is its
+    cause.
+
+    Args:
+        tries: how often they were read.
+        seconds: from the first try to now.
+    """
+
+    def __init__(self, tries: int, seconds: float) -> None:
+        super().__init__(tries, seconds)
+        self.tries, self.seconds = tries, seconds
+
+    def __str__(self) -> str:
+        return (
+            f"samples could not be read in {self.tries} tries over {self.seconds:.1f} s. Look at "
+            f"the storage that the dataset reads, and at this machine's way to it."
+        )
 
 
 class NetworkError(TrainerError):

@@ -240,6 +240,14 @@ STORAGE = register_cause(
         against_machine=0.3,  # a network file system's cache may be old, once
     ),
 )
+DATA = register_cause(
+    "data",
+    CauseEntry(  # neither `repeats` nor against its machine: all read the same storage
+        text="its samples could not be read for a while: their storage faltered",
+        budget="max_crashes",
+        color="#c49c94",
+    ),
+)
 CORRUPTION = register_cause(
     "corruption",
     CauseEntry(

@@ -31,6 +31,7 @@ from elastic.errors import RunFailedError
 from elastic.protocol.causes import (
     COLLECTIVE,
     COMPILER,
+    DATA,
     DEVICE_ASSERT,
     GPU_ERROR,
     GPU_MEMORY,
@@ -99,6 +100,7 @@ _CAUSES: dict[Origin, Cause] = {
     "compiler": COMPILER,
     "network": NETWORK,
     "storage": STORAGE,
+    "data": DATA,
     "code": USER_ERROR,
 }
 """What a worker is lost for, by the origin of its exception."""

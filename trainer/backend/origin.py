@@ -9,14 +9,20 @@ import torch
 import torch.distributed as dist
 
 from trainer.backend.groups import replica_connections
-from trainer.errors import CompilerFailed, GroupError, NetworkError, StorageNotSeenError
+from trainer.errors import (
+    CompilerFailed,
+    DataStorageError,
+    GroupError,
+    NetworkError,
+    StorageNotSeenError,
+)
 
 Origin = Literal[
-    "group", "memory", "device", "ecc", "assert", "compiler", "network", "storage", "code"
+    "group", "memory", "device", "ecc", "assert", "compiler", "network", "storage", "data", "code"
 ]
 """A process group or its rendezvous; memory that ran out; the GPU or its driver; the GPU's memory,
 which has lost bits; a check in a kernel; torch's compiler; a machine whose EFA is not taken; one
-that does not see the run's storage; the code."""
+that does not see the run's storage; the storage of samples, which falters; the code."""
 
 _OF_CUDA: dict[int | None, Origin] = {2: "memory", 214: "ecc", 710: "assert"}
 """cudaError_t: cudaErrorMemoryAllocation, cudaErrorECCUncorrectable, cudaErrorAssert. All others
@@ -35,6 +41,8 @@ def origin_of(error: BaseException) -> Origin:
         return "network"
     if isinstance(error, StorageNotSeenError):
         return "storage"
+    if isinstance(error, DataStorageError):
+        return "data"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "memory"
     if isinstance(error, torch.AcceleratorError):

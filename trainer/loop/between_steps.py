@@ -205,7 +205,8 @@ class BetweenSteps:
                 self.enter(self.progress.step, "evaluation")
                 if self.all_leave(lost=lost):
                     return
-                batch = self.engine.take(read(data, np.asarray(kept or [0], dtype=np.int64)))
+                due = np.asarray(kept or [0], dtype=np.int64)
+                batch = self.engine.take(read(data, due, self.link.leave_now))
                 loss, terms = self.engine.task.loss(self.engine.model, batch)
                 if kept and self.engine.slot.tensor == 0:
                     loss_sum, tokens = loss_sum + float(loss), tokens + terms

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -29,15 +29,20 @@ from trainer.data import SampleSource
 from trainer.data.batches import pinned
 from trainer.data.order import Ids
 from trainer.loop.draws import DrawnError, Draws
+from trainer.loop.faltering import read_patiently
 
 log = logging.getLogger(__name__)
 
 _READER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
 
 
-def read(data: SampleSource, ids: Ids) -> Any:
-    """The samples `ids` as one batch, now. Waits for what is being read."""
-    return _READER.submit(data.batch, ids).result()
+def read(data: SampleSource, ids: Ids, leave_now: Callable[[], bool] = bool) -> Any:
+    """The samples `ids` as one batch, now. Waits for what is being read.
+
+    Raises:
+        Exception: see `read_patiently`.
+    """
+    return read_patiently(lambda: _READER.submit(data.batch, ids).result(), bool, leave_now)
 
 
 class _Read(NamedTuple):
@@ -47,7 +52,7 @@ class _Read(NamedTuple):
     batch: Any
     read_s: float
     complete: bool
-    """Else it draws, or could not be read without: it is read again when it is due."""
+    """Else it is read when it is due: not begun, or it draws, or could not be read without."""
 
 
 class Loader:
@@ -58,25 +63,42 @@ class Loader:
         due: ids of each micro-batch, asked for in the reader's thread.
         ahead: most micro-batches read and not taken; 0: each is read when it is asked for.
         pin: put them in memory that a GPU copies from by itself.
+        leave_now: a fault was announced: storage that falters is not waited for any more.
     """
 
-    def __init__(self, data: SampleSource, due: Iterator[Ids], *, ahead: int, pin: bool) -> None:
+    def __init__(
+        self,
+        data: SampleSource,
+        due: Iterator[Ids],
+        *,
+        ahead: int,
+        pin: bool,
+        leave_now: Callable[[], bool] = bool,
+    ) -> None:
         self._data, self._due, self._ahead, self._pin = data, due, ahead, pin
+        self._leave_now = leave_now
         self.read_s = 0.0
         """How long the dataset took for the micro-batch that was taken last, waited for or not."""
         self._reads: deque[Future[_Read]] = deque()
 
-    def take(self) -> tuple[Ids, Any]:
+    def take(self, seed: Callable[[], object] = bool) -> tuple[Ids, Any]:
         """The next micro-batch: its ids, and its samples on the CPU.
 
+        Args:
+            seed: seeds the generators as they are now; a read that failed may have drawn.
+
         Raises:
-            Exception: what the dataset raised.
+            DataStorageError: see `read_patiently`.
+            Exception: what else the dataset raised.
         """
         if not self._reads:
-            self._reads.append(_READER.submit(self._read_due))
+            self._reads.append(_READER.submit(self._deal))
         taken = self._reads.popleft().result()
         if not taken.complete:
-            taken = _READER.submit(self._read_due, taken.ids).result()
+            ids = taken.ids
+            taken = read_patiently(
+                lambda: _READER.submit(self._read_due, ids).result(), seed, self._leave_now
+            )
         self.read_s = taken.read_s
         while len(self._reads) < self._ahead:
             self._reads.append(_READER.submit(self._read_ahead))
@@ -88,11 +110,14 @@ class Loader:
             self._reads.popleft().cancel()
         self._due = iter(())  # what deals the ids holds the step, and so memory of the device
 
-    def _read_due(self, ids: Ids | None = None) -> _Read:
+    def _deal(self) -> _Read:
+        return _Read(next(self._due), None, 0.0, complete=False)
+
+    def _read_due(self, ids: Ids) -> _Read:
         """Reads while the step waits, so that nobody else draws."""
         before = torch.get_rng_state()
         with Draws(refused=False) as draws:
-            read = self._read(next(self._due) if ids is None else ids)
+            read = self._read(ids)
         # It may also seed that generator, for others to draw from, and may leave it as it was.
         if draws.asked or not torch.equal(before, torch.get_rng_state()):
             self._ahead = 0

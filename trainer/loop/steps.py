@@ -18,6 +18,7 @@ is told of the commit, and applies the step (docs/decisions/031).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -230,7 +231,13 @@ class TrainLoop:
                 skips=self.config.skips,
             )
             pin = self.engine.device.type == "cuda"
-            self.loader = Loader(self.data, due, ahead=self.train.prefetch, pin=pin)
+            self.loader = Loader(
+                self.data,
+                due,
+                ahead=self.train.prefetch,
+                pin=pin,
+                leave_now=self.link.leave_now,
+            )
 
     def compute_lane(self, step: int, lane: int, reduction: Reduction | None) -> None:
         """Forward and backward of all micro-batches of a lane.
@@ -254,9 +261,10 @@ class TrainLoop:
 
         for index in range(last + 1):
             seed = micro_seed(self.train.seed, step, lane, index, slot.fsdp)
-            seed_generators(seed, self.engine.device)
+            seeded = partial(seed_generators, seed, self.engine.device)
+            seeded()
             self.enter(step, "data")
-            ids, samples = self.loader.take()
+            ids, samples = self.loader.take(seeded)
             taken.append(ids)
             batch = self.engine.take(samples)
             compiles = self.engine.compiles_next  # backward, too, in its first run

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from trainer.backend.silence import Connections
 from trainer.errors import (
     CompilerFailed,
     ConfigError,
+    DataStorageError,
     GroupError,
     NetworkError,
     StorageNotSeenError,
@@ -43,6 +46,8 @@ def of_cuda(code: int) -> torch.AcceleratorError:
         (of_cuda(710), "assert"),
         (NetworkError("p5.48xlarge", 32, (), "w0.log"), "network"),
         (StorageNotSeenError("train.task.data", "/tokens", "not there", "Mount it"), "storage"),
+        (DataStorageError(7, 60.4), "data"),
+        (OSError(errno.EIO, "Input/output error"), "code"),
         (ConfigError("train.task.data.paths", "/tokens", "not there", "Mount it"), "code"),
         (RuntimeError(f"[gloo] nccl: {LEFT}; a peer did not come; CUDA out of memory"), "code"),
         (CompilerFailed("the loss", "connection reset by peer"), "compiler"),

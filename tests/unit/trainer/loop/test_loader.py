@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import threading
@@ -448,6 +449,32 @@ def test_a_read_ahead_that_fails_is_done_again_and_others_are_read_ahead_still()
     loader = Loader(data, iter(np.arange(9)[:, None]), ahead=3, pin=False)
     assert [int(loader.take()[1][0, 0]) for _ in range(4)] == [0, 1, 2, 3]
     assert data.failed and data.event(6).wait(PATIENCE_S)
+
+
+class Faltering(Watched):
+    """Items with noise, on a server that is away for the first two reads of each third one: the
+    noise is drawn by then."""
+
+    def __init__(self) -> None:
+        super().__init__(range(SAMPLES))
+        self.failed: dict[int, int] = {}
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        sample = super().__getitem__(index)
+        if index % 3 == 0 and self.failed.setdefault(index, 0) < 2:
+            self.failed[index] += 1
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return sample
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_storage_that_falters_changes_no_bits(
+    train: Callable[[TrainConfig], Any], prefetch: int
+) -> None:
+    data = Faltering()
+    results = [train(settings(one, prefetch)) for one in (Watched(range(SAMPLES)), data)]
+    assert outcome(results[0]) == outcome(results[1])
+    assert data.failed and set(data.failed.values()) == {2}
 
 
 def test_who_leaves_does_not_wait_for_a_read_and_the_next_generation_has_its_own_lanes() -> None:

@@ -1,0 +1,89 @@
+"""A read of samples is tried again where storage falters: a file server that starts anew, a network
+that is gone for some seconds. All replicas meet it at one step, as they would a bug of the dataset.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from checkpointing.stores.s3.pace import plan_pause
+from trainer.errors import DataStorageError
+
+log = logging.getLogger(__name__)
+
+FALTERS_S = 60.0
+"""No try begins later than so long after the first one: a mate waits for it in a collective, and
+those who are called to regroup for a bound of their own."""
+
+_TICK_S = 0.01
+
+_PASSING = frozenset(
+    {
+        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.EAGAIN),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
+    }
+)
+"""What a file system says while its server is away. ENOTCONN: a FUSE mount's process has ended."""
+
+_JITTER = random.Random()
+"""Not the generator of all: a dataset may have seeded it."""
+
+_Read = TypeVar("_Read")
+
+
+def read_patiently(
+    attempt: Callable[[], _Read], again: Callable[[], object], leave_now: Callable[[], bool]
+) -> _Read:
+    """What `attempt` returns. Where storage falters in it, it is tried again after a pause.
+
+    Args:
+        attempt: reads.
+        again: called before each further try.
+        leave_now: a fault was announced: nobody waits any more.
+
+    Raises:
+        DataStorageError: it still faltered after `FALTERS_S`, or when `leave_now` became true.
+        Exception: whatever else `attempt` raised.
+    """
+    began_s = time.monotonic()
+    for tries in itertools.count(1):
+        try:
+            return attempt()
+        except Exception as error:
+            if not may_pass(error):
+                raise
+            end_s = time.monotonic() + plan_pause(tries, _JITTER.random())
+            while not (left := leave_now()) and time.monotonic() < end_s:
+                time.sleep(_TICK_S)
+            elapsed_s = time.monotonic() - began_s
+            if left or elapsed_s > FALTERS_S:
+                raise DataStorageError(tries, elapsed_s) from error
+            if tries == 1:
+                log.warning("samples are read again for up to %g s: %r", FALTERS_S, error)
+        again()
+    raise AssertionError  # it counts for ever
+
+
+def may_pass(error: Exception) -> bool:
+    """Whether an error of a read is one of storage that may come back: by its type and number,
+    never by its words. An `OSError` without a number is none, as of a picture that is cut off."""
+    if isinstance(error, TimeoutError | ConnectionError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    if "botocore" not in sys.modules:  # whoever raised one of its errors has imported it
+        return False
+    from botocore.exceptions import BotoCoreError, ClientError
+    from urllib3.exceptions import HTTPError
+
+    from checkpointing.stores.s3.errors import read_failure
+
+    of_requests = isinstance(error, BotoCoreError | ClientError | HTTPError)
+    return of_requests and read_failure(error).answer != "refused"
