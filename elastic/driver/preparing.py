@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from ray import cloudpickle
 
+from elastic.ray_compat.kept import most_kept_bytes
 from trainer.config import TrainConfig
 from trainer.dryrun.shape import prepare_shape
 from trainer.engine.build import build_model
 from trainer.errors import ConfigError
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import PreparedTask
+
+_REST_BYTES = 16 << 20
+"""Room for what crosses beside the task: the settings of the run, with the user's own in them."""
 
 
 def prepare_task(train: TrainConfig, cache_dir: str) -> PreparedTask:
@@ -38,5 +42,14 @@ def prepare_task(train: TrainConfig, cache_dir: str) -> PreparedTask:
             f"it cannot be sent to the workers: {type(failure).__name__}: {failure}",
             "Open files, databases and locks in the dataset's __getitem__, not before",
         ) from failure
+    if len(sent) > most_kept_bytes() - _REST_BYTES:
+        raise ConfigError(
+            "train.task",
+            type(given).__name__,
+            f"it is {len(sent) / 1e6:,.0f} MB pickled, and crosses to the workers in one message, "
+            f"of {most_kept_bytes() / 1e6:,.0f} MB at most",
+            "Keep the samples in files that all nodes see, and have the dataset's __getitem__ open "
+            "or map them",
+        )
     crossed: PreparedTask = cloudpickle.loads(sent)
     return crossed

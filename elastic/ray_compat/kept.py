@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from ray import cloudpickle
 from ray._private import worker
+from ray._raylet import Config
 
 from elastic.ray_compat.cluster import NAMESPACE
 
@@ -46,6 +47,13 @@ class Kept(Generic[_Value]):
             raise KeyError(self.key)
         value: _Value = cloudpickle.loads(data)
         return value
+
+
+def most_kept_bytes() -> int:
+    """How large a value may be, pickled: it goes there in one message. Ray's own bound, 512 MiB
+    unless `RAY_max_grpc_message_size` says otherwise."""
+    most: int = Config.max_grpc_message_size()
+    return most
 
 
 def keep_stop(prefix: str, reason: str) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from elastic import ConfigError
+from elastic.driver import preparing
 from elastic.driver.preparing import prepare_task
+from elastic.ray_compat.kept import most_kept_bytes
 from tests.support.small_llama import small_train
 from trainer.config import TrainConfig
 from trainer.tasks.custom import CustomTask
@@ -65,6 +67,20 @@ def test_what_cannot_cross_is_refused_with_its_field(tmp_path: Path) -> None:
         prepared(open_already, tmp_path)
     assert open_already.file is not None
     open_already.file.close()
+
+
+def test_a_dataset_in_memory_that_is_too_large_to_cross_is_refused_with_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own bound is half a GiB."""
+    assert most_kept_bytes() >= 512 << 20
+    monkeypatch.setattr(preparing, "most_kept_bytes", lambda: 24_000_000)
+    fits, large = torch.zeros(1_000_000, 1), torch.zeros(3_000_000, 1)
+    prepared(fits, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"it is 12 MB pickled.* 24 MB at most\. Keep the samples"
+    ):
+        prepared(large, tmp_path)
 
 
 class Refuses:
