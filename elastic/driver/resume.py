@@ -192,7 +192,7 @@ def local_path(run_config: RunConfig) -> str:
     if "://" in storage and not storage.startswith("file://"):
         raise ConfigError(
             "run_config.storage_path",
-            storage,
+            f"{storage.partition('://')[0]}://..." if "@" in storage else storage,  # a password
             "this version stores the records of a run in a local or shared directory",
             "Use a directory that all nodes see, and checkpoint.store for checkpoints on S3",
         )

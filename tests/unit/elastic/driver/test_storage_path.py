@@ -34,3 +34,9 @@ def test_a_store_is_no_directory() -> None:
         ConfigError, match=r"run_config\.storage_path = 's3://bucket/x': this version"
     ):
         run_root(RunConfig(name="x", storage_path="s3://bucket/x"))
+
+
+def test_a_password_in_a_store_s_url_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"storage_path = 's3://\.\.\.'") as caught:
+        run_root(RunConfig(name="x", storage_path="s3://KEY:SECRET@bucket/x"))
+    assert "SECRET" not in str(caught.value.args)
