@@ -15,6 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_AS_PROGRAM = (
+    "import sys; sys.path = [*filter(None, sys.path), sys.argv.pop(1)]; import runpy; "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
+"""As `python -m`, which looks for all modules in the working directory first, where there may be
+anybody's files. Takes the folder that this package lies in, and the module."""
+_HOME = str(Path(__file__).parents[2])
+
 _LOOK_S = 0.02
 _END_S = 1.0
 """How long to wait for the end of one that was killed. One that is stuck in the kernel stays."""
@@ -66,7 +74,7 @@ def run_programs(programs: Sequence[Program], bound_s: float) -> list[Outcome]:
 def _start(program: Program, file: Path) -> subprocess.Popen[bytes]:
     with file.open("wb") as out, _errors_of(file).open("wb") as errors:
         return subprocess.Popen(
-            [sys.executable, "-m", program.module, *program.arguments],
+            [sys.executable, "-c", _AS_PROGRAM, _HOME, program.module, *program.arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=errors,

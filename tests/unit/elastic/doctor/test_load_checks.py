@@ -180,6 +180,20 @@ def test_what_libraries_say_is_not_taken_for_the_result(
     ]
 
 
+def test_programs_take_no_module_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`elastic doctor` may be called anywhere. Where it is not installed it finds itself."""
+    for name in ("json", "runpy", "torch", "elastic"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken from here')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (outcome,) = run_programs(
+        [Program(module="elastic.doctor.loads.disk", arguments=(str(tmp_path),))], 60.0
+    )
+    assert outcome.trouble == "" and outcome.found["write"] > 0
+
+
 def is_over(pid: int) -> bool:
     """A child of the one that was killed is somebody else's to reap."""
     try:
