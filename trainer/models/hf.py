@@ -249,7 +249,10 @@ def build_on_meta(config: Mapping[str, Any]) -> nn.Module:
     try:
         with parameters_on_meta():
             model: nn.Module = AutoModelForCausalLM.from_config(
-                built, attn_implementation="sdpa", dtype=torch.float32
+                built,
+                attn_implementation="sdpa",
+                dtype=torch.float32,
+                trust_remote_code=False,  # else transformers may ask whoever sits there
             )
     except Exception as error:  # transformers raises errors of many kinds here
         raise ConfigError(

@@ -234,6 +234,19 @@ def test_an_architecture_without_a_causal_language_model_is_refused() -> None:
     assert "Unrecognized configuration class" in caught.value.fact
 
 
+def test_nobody_is_asked_whether_to_run_the_code_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names a class of its own, and transformers has none for it."""
+    asked = list[str]()
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "n")
+    given = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    with pytest.raises(ConfigError, match="contains custom code") as caught:
+        build_on_meta(ModelConfig(path=str(tmp_path)).resolve(64))
+    assert caught.value.field == "train.task.model.architecture" and not asked
+
+
 @pytest.mark.parametrize(
     ("architecture", "settings", "told"),
     [
