@@ -39,10 +39,15 @@ class LogTail:
 
 
 def read_last(path: Path, most_bytes: int) -> str:
-    """The last whole lines of a file, `most_bytes` at most; nothing of one that cannot be read."""
-    size = _size(path)
-    begin = max(0, size - most_bytes)
-    found = _read(path, begin, size)
+    """The last whole lines of a file, `most_bytes` at most; nothing of one that cannot be read. A
+    link is not followed: whoever can write beside a log must not have another file read."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0) as file:
+            size = os.fstat(file.fileno()).st_size
+            begin = max(0, size - most_bytes)
+            found = os.pread(file.fileno(), size - begin, begin)
+    except OSError:
+        return ""
     if begin:
         found = found.partition(b"\n")[2]
     return found.decode(errors="replace")

@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 _PIDFD_GET_INFO = 0xC040FF0B
@@ -134,8 +135,16 @@ def _status_of_ending(pid: int) -> int | None:
 def output_files() -> tuple[str, ...]:
     """The files that this process's standard output and error go to; none where that is a terminal
     or a pipe, or is closed."""
-    names: list[str] = []
+    return tuple(name for name in dict.fromkeys(_outputs()) if os.path.isfile(name))
+
+
+def output_folders() -> frozenset[str]:
+    """The directories in which those lie, or lay: who clears up old files may have removed them."""
+    return frozenset(map(os.path.dirname, _outputs()))
+
+
+def _outputs() -> Iterator[str]:
+    """What standard output and error go to, as the kernel names it."""
     for number in (1, 2):
         with contextlib.suppress(FileNotFoundError):
-            names.append(os.readlink(f"/proc/self/fd/{number}"))
-    return tuple(name for name in dict.fromkeys(names) if os.path.isfile(name))
+            yield os.readlink(f"/proc/self/fd/{number}")

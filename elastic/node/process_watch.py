@@ -18,20 +18,19 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Literal
 
 from elastic.protocol.causes import CRASH, Cause
 from elastic.protocol.messages import Death, Evidence
+from elastic.reporting.outputs import read_files
 from health.answers import Doors, ask_process
 from health.flight import latest_of
 from health.frozen import STOPPED, History, Sample, decide_frozen, observe
 from health.heartbeat import NO_STEP, HeartbeatReader, Record
-from health.log_tail import read_last
 from health.pace import Pace
 from health.process import describe_exit, is_ending, read_born_ticks, read_starved_s, read_state
 from health.progress import Place
@@ -406,9 +405,9 @@ def _stacks_of(process: _Process, send: Callable[[int], None]) -> str:
     return read_stacks(process.pid, process.stacks_fd, send) + kernel
 
 
-def last_words(logs: Iterable[str]) -> str:
+def last_words(logs: Sequence[str]) -> str:
     """The end of a worker's output, file by file."""
-    found = {name: read_last(Path(name), _LAST_BYTES) for name in logs}
+    found = read_files(logs, _LAST_BYTES)
     return "".join(f"==> {name} <==\n{text}\n" for name, text in found.items() if text)
 
 

@@ -7,6 +7,7 @@ the ends of the files lie in the run directory, in `logs/NODE`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +17,12 @@ from pathlib import Path
 from checkpointing.whole_file import write_whole
 from elastic.protocol.events import Event, ReplicaForming, WorkerJoined
 from health.log_tail import read_last
+from health.process import output_folders
 from health.signatures import find_sign
 
 _RAYS = re.compile(r"/logs/worker-[0-9a-f]+-[0-9a-f]+-\d+\.(?:out|err)$")
-"""The files that Ray has for workers. Nothing else is read, whatever the records say."""
+"""The files that Ray has for workers. Nothing else is read, whatever the records say (see
+`read_files`)."""
 
 KINDS = WorkerJoined, ReplicaForming
 """Of events, that `find_outputs` looks at."""
@@ -65,14 +68,18 @@ def find_outputs(events: Iterable[Event]) -> list[Output]:
 
 
 def read_files(names: Sequence[str], most_bytes: int, faults: bool = False) -> dict[str, str]:
-    """The end of each file, with its name. Runs on the node.
+    """The end of each file that Ray has of a worker of this node, with its name: it lies where Ray
+    keeps the output of this process. Runs on the node. The names are the records', which whoever
+    writes to the run directory may have made up.
 
     Args:
         names: of the files.
         most_bytes: of each.
         faults: leave only the lines that speak of faults we know.
     """
-    texts = {name: read_last(Path(name), most_bytes) for name in names if _RAYS.search(name)}
+    folders = output_folders()
+    rays = (n for n in names if _RAYS.search(n) and os.path.dirname(n) in folders)
+    texts = {name: read_last(Path(name), most_bytes) for name in rays}
     return {name: _faults_in(text) for name, text in texts.items()} if faults else texts
 
 

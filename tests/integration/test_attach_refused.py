@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import end_actors, start_actor
 from elastic.reporting.event_log import EventLog
 from elastic.reporting.outputs import keep_files
+from health.process import output_folders
 from tests.support import ROOT
 from tests.support.run_end import Broken
 
@@ -113,8 +115,8 @@ def test_a_node_without_the_package_and_two_that_are_gone(
 def test_output_is_shown_before_the_rest_is_fetched(cluster: None, tmp_path: Path) -> None:
     """Of thousands of workers it takes minutes. The second one's file is a pipe: who reads it waits
     for a writer."""
-    files = [tmp_path / "logs" / f"worker-0{n}-01000000-1.err" for n in range(2)]
-    files[0].parent.mkdir()
+    (folder,) = ray.get(ray.remote(output_folders).remote())
+    files = [Path(folder, f"worker-{uuid.uuid4().hex}-01000000-1.err") for _ in range(2)]
     files[0].write_text("one\nCUDA out of memory\n")
     os.mkfifo(files[1])
     node = ray.get_runtime_context().get_node_id()
@@ -133,6 +135,8 @@ def test_output_is_shown_before_the_rest_is_fetched(cluster: None, tmp_path: Pat
         files[1].open("w").close()
         assert asking.stdout.read() == ""
     assert asking.returncode == 0
+    for file in files:
+        file.unlink()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import Failed
 from elastic.reporting.event_log import EventLog
 from elastic.reporting.outputs import Output, find_outputs, read_files, read_kept
+from tests.support.rays_output import OWN, writes_beside
 
 SIZES = 16 << 20, 64 << 10, 100 << 20
 
@@ -52,25 +53,33 @@ def test_the_slot_that_each_had_last() -> None:
 
 
 def test_only_what_ray_has_written_is_read(tmp_path: Path) -> None:
-    """Whoever can write to the run directory must not be shown other files of the nodes."""
+    """Whoever can write to the run directory must not be shown other files of the nodes, by their
+    names or by links."""
     log = tmp_path / "logs" / "worker-0a-ffffffff-12.err"
-    log.parent.mkdir()
-    log.write_text("one\ntwo\n")
+    elsewhere = tmp_path / "other" / "logs" / log.name
+    elsewhere.parent.mkdir(parents=True)
     secret = tmp_path / "secret"
-    secret.write_text("key")
+    for path in (secret, elsewhere):
+        path.write_text("key")
     (one,) = find_outputs([joined("w0", str(log), str(secret), f"{log.parent}/../secret")])
     assert one.files == (str(log),)
-    assert read_files([str(log), str(secret)], 100) == {str(log): "one\ntwo\n"}
-    assert read_files([str(log)], 5) == {str(log): "two\n"}
+    with writes_beside(log):
+        log.write_text("one\ntwo\n")
+        link = log.with_name("worker-0b-ffffffff-12.err")
+        link.symlink_to(secret)
+        asked = [str(log), str(secret), str(elsewhere), str(link)]
+        assert read_files(asked, 100) == {str(log): "one\ntwo\n", str(link): ""}
+        (log.parent / OWN).unlink()  # as who clears up does with files that have not changed lately
+        assert read_files([str(log)], 5) == {str(log): "two\n"}
 
 
 def test_a_node_sends_no_more_than_the_lines_that_speak_of_faults(tmp_path: Path) -> None:
     """Of thousands of workers the others are gigabytes."""
     log = tmp_path / "logs" / "worker-0a-ffffffff-12.err"
-    log.parent.mkdir()
     fault = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    log.write_text(f"one\n{fault}\ntwo\n{fault}\n")
-    assert read_files([str(log)], 1000, True) == {str(log): f"{fault}\n{fault}"}
+    with writes_beside(log):
+        log.write_text(f"one\n{fault}\ntwo\n{fault}\n")
+        assert read_files([str(log)], 1000, True) == {str(log): f"{fault}\n{fault}"}
     elsewhere = f"/gone/{log.name}"
     assert read_kept(log.parent, [elsewhere], 1000, True) == {elsewhere: f"{fault}\n{fault}"}
 

@@ -12,6 +12,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from subprocess import PIPE
@@ -40,6 +42,7 @@ from elastic.reporting import outputs
 from elastic.reporting.outputs import keep_files, read_kept
 from health.reading import Reading
 from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.rays_output import writes_beside
 from tests.support.watching import wait_until
 
 PATIENCE_S = 20.0
@@ -103,7 +106,12 @@ class Desk(CoordinatorDesk):
             await asyncio.wait_for(story(), PATIENCE_S)
             self.records.end("interrupted", None).result()
 
-        asyncio.run(tell())
+        with self.as_an_agent():
+            asyncio.run(tell())
+
+    def as_an_agent(self) -> AbstractContextManager[None]:
+        """In the block this process's own output lies beside that of the workers."""
+        return writes_beside(self._logs / "any.err")
 
     def manifests(self) -> list[dict[str, object]]:
         paths = sorted(self.paths.incidents.glob("*/manifest.json"))
@@ -157,6 +165,22 @@ def test_who_was_killed_by_its_agent_is_asked(tmp_path: Path) -> None:
     desk.run(story)
     assert desk.on_nodes.asked == ["b"]
     assert "last of b\n" in (desk.paths.incidents / "001" / "b.log").read_text()
+
+
+def test_no_words_come_of_what_is_no_output_of_a_worker(tmp_path: Path) -> None:
+    """The records may name anything, if others can write to the run directory."""
+    desk = Desk(tmp_path)
+    secret = tmp_path / "secret"
+    secret.write_text("key\n")
+    desk.records.note(replace(desk.joined["b"], logs=[str(secret), desk.joined["c"].logs[0]]))
+
+    async def story() -> None:
+        await desk.workers.lose("b", CRASH, "process 7 ended")
+        await desk.words.finish()
+
+    desk.run(story)
+    kept = (desk.paths.incidents / "001" / "b.log").read_text()
+    assert "last of c" in kept and "key" not in kept
 
 
 def test_an_agent_that_takes_its_time_holds_up_nobody(tmp_path: Path) -> None:
@@ -348,11 +372,12 @@ def test_a_disk_that_hangs_takes_one_thread_of_an_agent(
     desk = Desk(tmp_path)
     ours = desk.on_nodes.agent
     ended, files = [desk.joined["b"]], desk.joined["b"].logs
-    with ours._reading(PATIENCE_S):
+    with desk.as_an_agent(), ours._reading(PATIENCE_S):
         words = ours.last_words(ended)
         assert not words["b"].log and words["b"].readings, "what was read before comes without"
         assert ours.output(files, 1 << 20) == {}
-    assert ours.last_words(ended)["b"].log and ours.output(files, 1 << 20)
+    with desk.as_an_agent():
+        assert ours.last_words(ended)["b"].log and ours.output(files, 1 << 20)
 
 
 def test_what_cannot_be_read_any_more_does_not_replace_what_is_kept(tmp_path: Path) -> None:

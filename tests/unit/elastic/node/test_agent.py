@@ -131,7 +131,7 @@ def test_an_agent_beats_though_dns_does_not_answer() -> None:
 
 def test_one_thread_at_most_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
     """Here a pipe that nobody writes to: who is asked next leaves the output out."""
-    log = tmp_path / "its.err"
+    log = log_in(tmp_path)
     os.mkfifo(log)
     assert told_by(ASKED_TWICE, log)[-1] == "''"
 
@@ -140,7 +140,7 @@ def test_a_disk_that_hangs_costs_evidence_the_output_alone_and_its_time_once(
     tmp_path: Path,
 ) -> None:
     """The read itself hangs, as it does in the kernel; and it never ends."""
-    log = tmp_path / "its.err"
+    log = log_in(tmp_path)
     os.mkfifo(log)
     first, second = (line.rsplit(" ", 1) for line in told_by(ASKED_OF_A_DISK_THAT_HANGS, log)[-2:])
     assert first[0] == second[0] == "its stacks ''"
@@ -149,31 +149,44 @@ def test_a_disk_that_hangs_costs_evidence_the_output_alone_and_its_time_once(
 
 
 def test_output_that_cannot_be_read_costs_evidence_no_time(tmp_path: Path) -> None:
-    log, took_s = told_by(ASKED_OF_A_DISK_THAT_FAILS, tmp_path / "its.err")[-1].rsplit(" ", 1)
+    log, took_s = told_by(ASKED_OF_A_DISK_THAT_FAILS, log_in(tmp_path))[-1].rsplit(" ", 1)
     assert log == "''" and float(took_s) < 0.9
 
 
 def test_behind_a_slow_read_the_words_are_waited_for_a_moment_and_the_readings_told(
     tmp_path: Path,
 ) -> None:
-    log = tmp_path / "logs" / "worker-a-b-1.err"
-    log.parent.mkdir()
+    log = log_in(tmp_path)
     log.write_text("its words\n")
     assert told_by(ASKED_BEHIND_A_SLOW_READ, log)[-3:] == ["'' True", "True", "True"]
 
 
 def test_workers_that_take_their_time_to_answer_keep_nobody_from_the_disk(tmp_path: Path) -> None:
-    log = tmp_path / "logs" / "worker-a-b-1.err"
-    log.parent.mkdir()
+    log = log_in(tmp_path)
     log.write_text("its words\n")
     output, evidence = told_by(ASKED_BESIDE, log)[-2:]
     assert output == r"['its words\n']"
     assert evidence.startswith("'its stacks") and "its words" in evidence
 
 
+def log_in(folder: Path) -> Path:
+    """A file of Ray's for a worker, which is not there yet."""
+    log = folder / "logs" / "worker-a-b-1.err"
+    log.parent.mkdir()
+    return log
+
+
 def told_by(program: str, log: Path) -> list[str]:
+    """What an agent says whose own output lies beside `log`, as Ray has it."""
     command = [sys.executable, "-c", AGENT + WORKER + program, "1", str(log)]
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=True, text=True
-    )
+    with log.with_name("worker-c-d-2.err").open("w") as errors:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            timeout=DEADLINE_S,
+            check=True,
+            text=True,
+        )
     return done.stdout.splitlines()

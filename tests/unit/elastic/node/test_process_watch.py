@@ -24,6 +24,7 @@ from elastic.protocol.messages import Death
 from health.process import read_born_ticks, read_state
 from health.progress import Place
 from tests.support import ROOT
+from tests.support.rays_output import writes_beside
 from tests.support.watching import wait_until
 
 DEADLINE_S = 30.0
@@ -254,21 +255,23 @@ def test_a_frozen_process_is_killed_though_its_output_cannot_be_read(
 ) -> None:
     """As on a disk that hangs: here a pipe that nobody writes to."""
     watch, (process, fd) = ProcessWatch(FREEZE_TIMEOUT_S), start("")
-    log = tmp_path / "its.err"
+    log = tmp_path / "logs" / "worker-a-b-1.err"
+    log.parent.mkdir()
     os.mkfifo(log)
     watch.watch("w0", process.pid, fd, logs=(str(log),))
     reads = threading.Thread(target=last_words, args=[[str(log)]], daemon=True)
-    reads.start()
-    os.kill(process.pid, signal.SIGSTOP)
-    found: list[Death] = []
-    looks = threading.Thread(target=lambda: found.extend(deaths(watch)), daemon=True)
-    looks.start()
-    assert process.wait(DEADLINE_S) == -signal.SIGKILL
-    looks.join(DEADLINE_S)
-    assert [(death.worker, death.cause) for death in found] == [("w0", HANG)]
-    assert reads.is_alive(), "it is stuck, as this thread would have been"
-    os.close(os.open(log, os.O_WRONLY | os.O_NONBLOCK))
-    reads.join(DEADLINE_S)
+    with writes_beside(log):
+        reads.start()
+        os.kill(process.pid, signal.SIGSTOP)
+        found: list[Death] = []
+        looks = threading.Thread(target=lambda: found.extend(deaths(watch)), daemon=True)
+        looks.start()
+        assert process.wait(DEADLINE_S) == -signal.SIGKILL
+        looks.join(DEADLINE_S)
+        assert [(death.worker, death.cause) for death in found] == [("w0", HANG)]
+        assert reads.is_alive(), "it is stuck, as this thread would have been"
+        os.close(os.open(log, os.O_WRONLY | os.O_NONBLOCK))
+        reads.join(DEADLINE_S)
 
 
 def test_where_a_worker_is_in_its_work(start: Start) -> None:
