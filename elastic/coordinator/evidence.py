@@ -116,9 +116,10 @@ _KINDS = {
 
 def _files(found: Mapping[str, Evidence]) -> Iterator[tuple[str, str]]:
     for worker, one in found.items():
-        yield f"{worker}.txt", one.stacks
-        yield f"{worker}.log", one.log
-        yield f"{worker}.collectives.json", one.collectives
+        name = Path(worker).name  # the records may have been written by others: no way out of here
+        yield f"{name}.txt", one.stacks
+        yield f"{name}.log", one.log
+        yield f"{name}.collectives.json", one.collectives
     readings = {w: [asdict(r) for r in one.readings] for w, one in found.items() if one.readings}
     yield "readings.json", json.dumps(readings, indent=1) if readings else ""
 

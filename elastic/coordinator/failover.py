@@ -192,7 +192,8 @@ class Failover:
                 since = self._membership.progress.since
                 self._snapshots.went_back(replayed.going_back, since)
         self._missing -= replayed.unheard  # their loss is in the records
-        gone = replayed.written_off.keys() | replayed.unheard | self._standings.keys()
+        unheard = replayed.unheard & replayed.workers.keys()  # others are watched by nobody
+        gone = replayed.written_off.keys() | unheard | self._standings.keys()
         for worker in gone - living:
             self._workers.expel(worker)
         self._workers.shun(replayed.shunned_nodes)

@@ -85,7 +85,9 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
     rosters = _all(happened, events.RegroupDone)
     newest = rosters[-1] if rosters else None
     lost, unheard, since = _losses(happened)
-    joined = {e.worker: e for e in _all(happened, events.WorkerJoined)}
+    # No worker notes that it does not know when its process was started. Such a line would have any
+    # process of that id ended; a worker that lives speaks up, whatever the records say.
+    joined = {e.worker: e for e in _all(happened, events.WorkerJoined) if e.born_ticks is not None}
     drained = _all(happened, events.Draining)
     by_node = [e for e in drained if e.node is not None]
     by_themselves = [e for e in drained if e.node is None]

@@ -75,6 +75,16 @@ def test_all_that_was_found_has_a_file_and_a_line_in_the_manifest(tmp_path: Path
     assert (pending["group"], pending["number"]) == ("3 fsdp replica/1", 12)
 
 
+def test_nothing_is_written_elsewhere_whatever_the_name_of_a_worker(tmp_path: Path) -> None:
+    """It may be of records that others have written to."""
+    incidents, elsewhere = tmp_path / "run" / "incidents", tmp_path / "elsewhere"
+    incidents.parent.mkdir()
+    for worker in (str(elsewhere), "../../../elsewhere"):
+        keep_evidence(incidents, {worker: "process 7 ended"}, {worker: Evidence(log="its words")})
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert len(list(incidents.glob("*/elsewhere.log"))) == 2
+
+
 def test_what_is_found_at_once_has_a_folder_each(tmp_path: Path) -> None:
     accused = [f"w{number:02}" for number in range(32)]
     together = threading.Barrier(len(accused))

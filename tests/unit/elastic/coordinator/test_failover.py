@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -317,6 +318,20 @@ def test_who_was_cut_off_with_the_coordinator_before_goes_on(tmp_path: Path) -> 
     joined = [e.worker for e in happened if isinstance(e, events.WorkerJoined)]
     assert joined == [WRITTEN_OFF.worker], "the next one is told that it is there"
     assert not any(isinstance(e, events.WorkerLost) for e in happened)
+    desk.records.end("interrupted", None).result()
+
+
+async def hear_of_a_loss_of_nobody(desk: Desk) -> None:
+    work = desk.failover()
+    work._replayed = replace(work._replayed, unheard=frozenset({"nobody"}))
+    await work.hear(Standing(identity=SPARE))
+    await asyncio.wait_for(desk.dispatcher.ready.wait(), 30.0)
+
+
+def test_a_loss_of_whom_the_records_do_not_know_ends_nobody(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    asyncio.run(hear_of_a_loss_of_nobody(desk))
+    assert desk.workers.started.keys() == {SPARE.worker} and desk.agents.killed == []
     desk.records.end("interrupted", None).result()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,14 @@ def test_the_present_start_counts(tmp_path: Path) -> None:
     assert (known.generation, known.restored, known.formations) == (3, 2, 4)
     assert known.began == 4
     assert known.recorded == 5 and known.fired == ("kill@3:1",)
+
+
+def test_whose_process_cannot_be_told_from_another_one_is_none_of_the_run(tmp_path: Path) -> None:
+    """Somebody else has written it: it would have any process of that id ended."""
+    planted = [replace(joined(worker), pid=4711, born_ticks=None) for worker in "ab"]
+    happened = [started(0.0), joined("a"), *planted, lost("b", HANG), lost("c", NODE)]
+    known = replay_of(write(tmp_path, happened, []), 0)
+    assert known.workers == {"a": joined("a")} and not known.written_off
 
 
 @pytest.mark.parametrize(
