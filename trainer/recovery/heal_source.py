@@ -11,6 +11,7 @@ of them have been sent. On CUDA one block for each stream is pinned, no more (`s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import socket
@@ -39,6 +40,11 @@ from trainer.recovery.state_blocks import Block, cut, flat_state
 
 log = logging.getLogger(__name__)
 
+MOST_STRANGERS = 64
+"""Connections at once that have not proved whose they are, beside those that are expected."""
+_PAUSE_S = 1.0
+"""Before connections are taken again, where there was no descriptor or no thread for one."""
+
 _Blocks = SimpleQueue[tuple[int, torch.Tensor] | None]
 """What one stream is to send: the position of each block and its bytes; None: no more."""
 
@@ -64,6 +70,9 @@ class Source:
             for newcomer in range(meeting.newcomers)
             for number in range(meeting.streams)
         }
+        self._entering = threading.Lock()
+        self._unproven = deque[socket.socket]()
+        """Connections that have not proved whose they are, the oldest first."""
         self._lost = threading.Event()
         """A block could not be copied: the others are of no use, and hold the step up."""
         # The threads get tensors and not the engine, which they would keep alive.
@@ -145,15 +154,44 @@ class Source:
             self._meeting.tell(places, self._sockets.stopped)
 
     def _take_all(self, listening: socket.socket) -> None:
-        """Takes connections, until `close`."""
+        """Takes connections, until `close`. One that cannot be taken, as where this process has no
+        descriptor or thread left, does not end that."""
+        told = False
         with self._sockets.holding(listening):
             while True:
-                connection, _ = listening.accept()
-                self._start("heal-send", partial(self._serve, connection))
+                try:
+                    self._take(listening)
+                except (OSError, RuntimeError) as error:
+                    if not (told or self._sockets.stopped()):
+                        told = True
+                        log.warning("a connection for a heal was not taken: %s", error)
+                    self._sockets.sleep(_PAUSE_S)
+
+    def _take(self, listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with self._entering:
+            self._unproven.append(connection)
+            if len(self._unproven) > MOST_STRANGERS + len(self._unserved):
+                with contextlib.suppress(OSError):  # it has gone by itself
+                    self._unproven.popleft().shutdown(socket.SHUT_RDWR)
+        try:
+            self._start("heal-send", partial(self._serve, connection))
+        except RuntimeError:
+            self._has_entered(connection)
+            connection.close()
+            raise
+
+    def _has_entered(self, connection: socket.socket) -> None:
+        """It has proved whose it is, or will not."""
+        with self._entering, contextlib.suppress(ValueError):  # it was shut down as the oldest
+            self._unproven.remove(connection)
 
     def _serve(self, connection: socket.socket) -> None:
         with self._sockets.holding(connection):
-            stream = welcome(connection, self._meeting, self._facts)
+            try:
+                stream = welcome(connection, self._meeting, self._facts)
+            finally:
+                self._has_entered(connection)
             blocks = self._unserved.pop(stream, None)
             while blocks is not None and (block := blocks.get()) is not None:
                 position, data = block

@@ -44,7 +44,10 @@ STREAMS = 4
 group, of the 100 and more that its large machines have."""
 
 _HELLO_S = 30.0
-"""Bound on each message of a proof: a stranger that says nothing is not waited for any longer."""
+"""Bound on both proofs together: a stranger is waited for no longer, however slowly it speaks."""
+
+_LEAST_S = 1e-3
+"""Of a timeout: with 0 a socket would not wait at all."""
 
 _CHALLENGE_BYTES = 32
 _HELLO = struct.Struct("!II32s")
@@ -185,10 +188,11 @@ def welcome(connection: socket.socket, meeting: Meeting, facts: Facts) -> Stream
         HealError: the other side is not of this meeting.
         OSError: the connection failed.
     """
-    own = secrets.token_bytes(_CHALLENGE_BYTES)
+    own, until_s = secrets.token_bytes(_CHALLENGE_BYTES), time.monotonic() + _HELLO_S
     connection.settimeout(_HELLO_S)
     connection.sendall(own)
-    hello, proof = _receive(connection, _HELLO.size), _receive(connection, _PROOF_BYTES)
+    hello = _receive(connection, _HELLO.size, until_s)
+    proof = _receive(connection, _PROOF_BYTES, until_s)
     if not hmac.compare_digest(proof, _proof(meeting, b"newcomer", own, hello)):
         raise HealError("somebody connected whose proof is wrong: it has not this run's secret")
     said = _WELCOME.pack(*facts)
@@ -205,11 +209,12 @@ def enter(connection: socket.socket, meeting: Meeting, stream: Stream) -> Facts:
         HealError: the other side is not this meeting's source, or has closed the connection.
         OSError: the connection failed.
     """
-    connection.settimeout(_HELLO_S)
-    challenge = _receive(connection, _CHALLENGE_BYTES)
+    until_s = time.monotonic() + _HELLO_S
+    challenge = _receive(connection, _CHALLENGE_BYTES, until_s)
     hello = _HELLO.pack(*stream, secrets.token_bytes(_CHALLENGE_BYTES))
     connection.sendall(hello + _proof(meeting, b"newcomer", challenge, hello))
-    said, proof = _receive(connection, _WELCOME.size), _receive(connection, _PROOF_BYTES)
+    said = _receive(connection, _WELCOME.size, until_s)
+    proof = _receive(connection, _PROOF_BYTES, until_s)
     if not hmac.compare_digest(proof, _proof(meeting, b"source", challenge, hello, said)):
         raise HealError("who listens at the source's address has not this run's secret")
     _watch(connection, meeting)
@@ -261,19 +266,28 @@ def _crc(position: int, data: memoryview) -> int:
     return crc32(data, crc32(position.to_bytes(8, "big")))
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
+def _receive(connection: socket.socket, count: int, until_s: float | None = None) -> bytes:
     data = bytearray(count)
-    _receive_into(connection, memoryview(data))
+    _receive_into(connection, memoryview(data), until_s)
     return bytes(data)
 
 
-def _receive_into(connection: socket.socket, into: memoryview) -> None:
-    """Fills `into`. The connection's timeout bounds the wait for each part."""
+def _receive_into(
+    connection: socket.socket, into: memoryview, until_s: float | None = None
+) -> None:
+    """Fills `into`, by `until_s` on the monotonic clock; None: the connection's timeout bounds the
+    wait for each part."""
     filled = 0
     while filled < len(into):
+        if until_s is not None:
+            connection.settimeout(max(_LEAST_S, until_s - time.monotonic()))
         try:
             count = connection.recv_into(into[filled:])
         except TimeoutError as error:
+            if until_s is not None:
+                raise HealError(
+                    f"the other side did not prove who it is in {_HELLO_S:g} s"
+                ) from error
             raise HealError(f"nothing came for {connection.gettimeout():g} s") from error
         if count == 0:
             raise HealError("the other side has closed the connection, or is gone")

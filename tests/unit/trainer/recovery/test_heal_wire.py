@@ -7,6 +7,7 @@ import errno
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import threading
@@ -37,7 +38,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
 from trainer.errors import GroupError, HealError
 from trainer.parallel.mesh import ReplicaMesh
-from trainer.recovery import state_blocks
+from trainer.recovery import heal_source, heal_wire, state_blocks
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
 from trainer.recovery.heal_wire import (
@@ -286,6 +287,69 @@ def test_strangers_that_say_nothing_hold_nobody_up(pair: Pair) -> None:
         source.close()
         newcomer.close()
         wait_until(lambda: not any(t.name == "heal-send" for t in threading.enumerate()))
+    assert taker.state.digest() == giver.state.digest()
+
+
+def test_a_stranger_that_speaks_slowly_is_waited_for_no_longer(
+    pair: Pair, wire: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heal_wire, "_HELLO_S", 0.5)
+    told = threading.Event()
+
+    def speak() -> None:
+        while not told.wait(0.1):
+            wire[0].sendall(b"?")
+
+    with ThreadPoolExecutor(1) as pool:
+        speaks = pool.submit(speak)
+        with pytest.raises(HealError, match=r"did not prove who it is in 0\.5 s"):
+            welcome(wire[1], meeting_at(pair[0]), Facts(STATE_BYTES, 0, 0))
+        told.set()
+        speaks.result(DEADLINE_S)
+
+
+def test_of_many_strangers_the_oldest_are_left(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heal_source, "MOST_STRANGERS", 4)
+    meet, giver, taker = pair
+    meeting = meeting_at(meet)
+    source = Source(giver, 0, meeting)
+    ((place),) = meeting.ask(bool)
+    with contextlib.ExitStack() as strangers:
+        waiting = [
+            strangers.enter_context(socket.create_connection(place, timeout=DEADLINE_S))
+            for _ in range(4 + meeting.streams + 3)
+        ]
+        for left in waiting[:3]:
+            assert len(left.recv(32, socket.MSG_WAITALL)) == 32 and left.recv(1) == b""
+        newcomer = Newcomer(taker, meeting, clip_norm=0.5)
+        wait_until(newcomer.finish)
+        source.close()
+        newcomer.close()
+    assert taker.state.digest() == giver.state.digest()
+
+
+def test_a_source_without_descriptors_takes_connections_when_it_has_some(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heal_source, "_PAUSE_S", 0.01)
+    meet, giver, taker = pair
+    meeting = meeting_at(meet)
+    source = Source(giver, 0, meeting)
+    ((place),) = meeting.ask(bool)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as stranger:
+        free = os.dup(stranger.fileno())
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            stranger.connect(place)
+            wait_until(lambda: "Too many open files" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        newcomer = Newcomer(taker, meeting, clip_norm=0.5)
+        wait_until(newcomer.finish)
+    source.close()
+    newcomer.close()
     assert taker.state.digest() == giver.state.digest()
 
 
