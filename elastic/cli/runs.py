@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from checkpointing import (
     S3Config,
     Store,
     StoreError,
+    StorePlace,
     is_local,
     list_steps,
     newest,
@@ -18,6 +20,7 @@ from checkpointing import (
     place_of,
 )
 from checkpointing.named_directory import named_directory
+from checkpointing.stores.s3.config import SETTINGS
 from elastic.protocol.events import RunStarted
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import last_events
@@ -43,7 +46,7 @@ def open_run(name: str) -> Store:
     places = local if elsewhere is None else [elsewhere, *local]
     for place in places:
         if _hasty(place).list(Keys().commits):
-            return open_store(place)
+            return _open_recorded(place) if place is elsewhere else open_store(place)
     nor = f", nor in {places[0]}" if places[0] != name else ""
     if elsewhere is not None:
         nor += ", where they go by its records"
@@ -53,7 +56,7 @@ def open_run(name: str) -> Store:
 def open_run_to_fill(name: str) -> Store:
     """The checkpoints of a run that may not have begun: `name` as for `open_run`."""
     if (elsewhere := _recorded_store(name)) is not None:
-        return open_store(elsewhere)
+        return _open_recorded(elsewhere)
     bare = open_store(name)
     is_folder = not is_local(name) or name.rstrip("/").endswith(f"/{_FOLDER}") or name == _FOLDER
     return bare if is_folder or _hasty(name).list(Keys().commits) else open_store(_below(name))
@@ -68,12 +71,24 @@ def run_directory_of(name: str) -> Path | None:
     return path.parent if path.name == _FOLDER else path
 
 
-def _recorded_store(name: str) -> str | None:
+def _recorded_store(name: str) -> str | StorePlace | None:
     """Where the last start of the run in a directory has its checkpoints, if not there."""
     if not is_local(name):
         return None
-    last = last_events(RunPaths(root=named_directory(name)).events, RunStarted)
-    return next((one.store or None for one in last if isinstance(one, RunStarted)), None)
+    for one in last_events(RunPaths(root=named_directory(name)).events, RunStarted):
+        if isinstance(one, RunStarted) and one.store:
+            place, told = place_of(one.store), one.store_settings
+            known = {setting: told[setting] for setting in SETTINGS if setting in told}
+            return replace(place, **known) if isinstance(place, S3Config) else one.store
+    return None
+
+
+def _open_recorded(place: str | StorePlace) -> Store:
+    """Opens the store that a run's records name, and says so: the user has not named it."""
+    endpoint = place.endpoint_url if isinstance(place, S3Config) else None
+    at = "" if endpoint is None else f" at {endpoint}"
+    print(f"elastic: by the run's records its checkpoints go to {place}{at}", file=sys.stderr)
+    return open_store(place)
 
 
 def find_step(store: Store, step: int | None) -> int:
@@ -93,9 +108,9 @@ def find_step(store: Store, step: int | None) -> int:
     return step
 
 
-def _hasty(name: str) -> Store:
-    """The store of that name, where a server that does not answer is given up soon."""
-    place = place_of(name)
+def _hasty(where: str | StorePlace) -> Store:
+    """The store there, where a server that does not answer is given up soon."""
+    place = where if isinstance(where, StorePlace) else place_of(where)
     if isinstance(place, S3Config):
         place = replace(place, timeout_s=PATIENCE_S, part_timeout_s=TRY_S)
     return open_store(place)

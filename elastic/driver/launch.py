@@ -15,8 +15,9 @@ from typing import Any
 
 from ray.train import Checkpoint, Result, RunConfig
 
-from checkpointing import CheckpointConfig, Manifest, Snapshot
+from checkpointing import CheckpointConfig, Manifest, S3Config, Snapshot, StorePlace
 from checkpointing.config import Resume
+from checkpointing.stores.s3.config import SETTINGS
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
@@ -437,8 +438,17 @@ class Launch:
                 precision=self.train.precision,
                 flops_per_token=ready.flops_per_token,
                 store="" if paths.store is None else str(paths.store),
+                store_settings=_settings_of(paths.store),
             ),
         )
+
+
+def _settings_of(store: StorePlace | None) -> dict[str, str]:
+    """See `RunStarted.store_settings`."""
+    if not isinstance(store, S3Config):
+        return {}
+    values = {name: getattr(store, name) for name in SETTINGS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_outlives() -> None:

@@ -73,6 +73,9 @@ class RunStarted(Event):
     """Operations of the model for one token, by how they are counted (`trainer.models.flops`)."""
     store: str = ""
     """URL of the store that its checkpoints go to; empty: to the run directory."""
+    store_settings: dict[str, str] = field(default_factory=dict)
+    """What the URL does not say of it: `SETTINGS` of `S3Config` that were set. Records of earlier
+    versions lack them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,9 @@ from checkpointing.stores.protocols import StorePlace
 
 Encryption = Literal["AES256", "aws:kms"]
 
+SETTINGS = "region", "endpoint_url", "encryption", "kms_key_id", "expected_owner"
+"""Fields that whoever opens the store elsewhere needs beside its URL. None is secret."""
+
 MIN_PART_BYTES = 5 << 20
 MAX_PART_BYTES = 5 << 30
 MAX_PARTS = 10_000

@@ -17,6 +17,9 @@ from checkpointing.stores.s3 import pace
 from checkpointing.stores.s3.client import _CONNECT_TIMEOUT_S
 from elastic.cli import runs
 from elastic.cli.main import main
+from elastic.protocol.events import RunStarted
+from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import EventLog
 from tests.support.fakes.s3_faults import FaultServer
 from tests.support.fakes.s3_server import BUCKET, faulty_s3_server
 from tests.support.tiny_checkpoint import (
@@ -158,6 +161,35 @@ def test_the_configurations_own_endpoint_comes_first(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://localhost:9")
     assert open_store(S3Config(url=base, endpoint_url=endpoint)).list("") == []
+
+
+def test_a_store_that_the_records_name_is_told_of_and_reached_as_by_the_run(
+    url: str,
+    server: FaultServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the endpoint and with the owner of its `S3Config`; earlier records have none."""
+    settings = {"endpoint_url": server.url, "expected_owner": "123456789012", "later": "unknown"}
+    told = f"elastic: by the run's records its checkpoints go to {url}"
+
+    def ask_of(name: str, settings: dict[str, str]) -> tuple[int, str, str]:
+        paths = RunPaths(root=tmp_path / name)
+        started = RunStarted(
+            time=1.0, name=name, layout={}, steps=9, start_step=0, versions={}, store=url,
+            store_settings=settings,
+        )  # fmt: skip
+        with EventLog(paths.events) as log:
+            log.append(started)
+        return ask(capsys, "pin", paths.root, STEP)
+
+    assert ask_of("earlier", {}) == (0, f"step {STEP} is pinned\n", f"{told}\n")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://localhost:9")
+    begun = len(server.headers())
+    assert ask_of("run", settings)[::2] == (0, f"{told} at {server.url}\n")
+    owners = [h.get("x-amz-expected-bucket-owner") for h in server.headers()[begun:]]
+    assert owners and set(owners) == {"123456789012"}
 
 
 def test_a_server_that_does_not_answer_is_given_up_soon(

@@ -10,6 +10,7 @@ from elastic import (
     CustomTask,
     ElasticTrainer,
     ParallelConfig,
+    S3Config,
     ScalingConfig,
     TrainConfig,
 )
@@ -37,9 +38,16 @@ def test_the_records_tell_where_checkpoints_go_that_are_not_in_the_run_directory
     tmp_path: Path,
 ) -> None:
     train = TrainConfig(task=TASK, steps=1, global_batch=1)
-    assert told_to_the_coordinator(ElasticTrainer(train), tmp_path).started.store == ""
-    away = ElasticTrainer(train, checkpoint=CheckpointConfig(store="s3://bucket/runs"))
-    assert told_to_the_coordinator(away, tmp_path).started.store == "s3://bucket/runs/run"
+
+    def told(store: str | S3Config | None) -> tuple[str, dict[str, str]]:
+        trainer = ElasticTrainer(train, checkpoint=CheckpointConfig(store=store))
+        started = told_to_the_coordinator(trainer, tmp_path).started
+        return started.store, started.store_settings
+
+    url, settings = "s3://bucket/runs", {"region": "eu-west-1", "expected_owner": "123456789012"}
+    assert told(None) == ("", {})
+    assert told(url) == (f"{url}/run", {})
+    assert told(S3Config(url=url, **settings, part_bytes=8 << 20)) == (f"{url}/run", settings)
 
 
 @pytest.mark.parametrize(
