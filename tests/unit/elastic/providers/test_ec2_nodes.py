@@ -22,6 +22,8 @@ from tests.support.fakes.ec2_server import TAG, Cloud, ec2_server
 
 NO_CAPACITY = "InsufficientInstanceCapacity"
 REASON = "its state was not that of the others"
+_POLICY_FILE = ROOT / "examples" / "aws" / "replace-instances-policy.json"
+POLICY: list[dict[str, Any]] = json.loads(_POLICY_FILE.read_text())["Statement"]
 
 
 @pytest.fixture(scope="module")
@@ -405,10 +407,38 @@ def test_the_policy_allows_what_is_called_and_nothing_else(cloud: Cloud) -> None
     provider(keep_for_inspection=True).replace([node()], kept, REASON)
 
     assert {call.partition(":")[2] for call in cloud.calls} == operations(cloud), "all were tried"
-    text = (ROOT / "examples" / "aws" / "replace-instances-policy.json").read_text()
-    actions = [one["Action"] for one in json.loads(text)["Statement"]]
-    allowed = {a for each in actions for a in ([each] if isinstance(each, str) else each)}
+    allowed = {action for one in POLICY for action in as_list(one["Action"])}
     assert allowed == cloud.calls | {"iam:PassRole"}  # EC2 asks for that where the template has one
+
+
+def test_each_right_of_the_policy_is_bound() -> None:
+    """By the cluster's tag, or by the template; what a launch names itself by the tag and the type,
+    or by the VPC."""
+    bounds = {
+        one["Sid"]: {k for keys in one.get("Condition", {}).values() for k in keys}
+        for one in POLICY
+    }
+    assert bounds == {
+        "Look": set(),
+        "ReplaceInTheGroupsOfTheCluster": {"aws:ResourceTag/KEY"},
+        "LetGoOfInstancesOfTheCluster": {"aws:ResourceTag/KEY"},
+        "MarkWhatIsKept": {"aws:ResourceTag/KEY", "aws:TagKeys"},
+        "StartFromTemplate": {"ec2:LaunchTemplate", "aws:RequestTag/KEY", "ec2:InstanceType"},
+        "WithWhatTheTemplateNames": {"ec2:LaunchTemplate", "ec2:IsLaunchTemplateResource"},
+        "InAnotherSubnet": {"ec2:LaunchTemplate", "ec2:Vpc"},
+        "TagWhatIsStarted": {"ec2:CreateAction", "aws:RequestTag/KEY"},
+        "GiveInstancesTheirRole": {"iam:PassedToService"},
+    }
+    assert [one["Sid"] for one in POLICY if one.get("Resource") == "*"] == ["Look"]
+    launches = [one for one in POLICY if one["Action"] == "ec2:RunInstances"]
+    named = {each for one in launches for each in as_list(one.get("Resource", []))}
+    (excepted,) = (one["NotResource"] for one in launches if "NotResource" in one)
+    assert set(excepted) == named
+
+
+def as_list(one: str | list[str]) -> list[str]:
+    """A policy may leave out the brackets of a single one."""
+    return [one] if isinstance(one, str) else one
 
 
 def operations(cloud: Cloud) -> set[str]:
