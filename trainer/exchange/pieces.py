@@ -17,6 +17,7 @@ from checkpointing.format.boxes import Box, Index
 from checkpointing.format.cutting import row_strides, split_box
 from trainer.engine.names import PARAMETERS
 from trainer.errors import ExchangeError
+from trainer.models.hf import recorded
 
 PIECE_BYTES = 128 << 20
 """Bound on the bytes of a tensor that are in memory at once."""
@@ -82,7 +83,8 @@ def model_config(manifest: Manifest, given: Path | None) -> dict[str, Any] | Non
 
 
 def read_config(given: Path) -> dict[str, Any]:
-    """A transformers configuration from a config.json or a directory with one."""
+    """A transformers configuration from a config.json or a directory with one, as a checkpoint has
+    it."""
     file = given / "config.json" if given.is_dir() else given
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -93,7 +95,7 @@ def read_config(given: Path) -> dict[str, Any]:
             f"not a transformers configuration ({type(error).__name__}: {error})",
             "Give the config.json of the model, or the directory that holds it",
         ) from error
-    return dict(config)
+    return recorded(config)
 
 
 @contextmanager

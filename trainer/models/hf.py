@@ -40,6 +40,9 @@ _WITHOUT_EFFECT = re.compile(
 """Settings that change nothing of what a model computes of its weights and tokens, but for noise
 and further losses in training."""
 
+_FLOAT = "__float__"
+"""transformers' tag of a number that JSON has not: {"__float__": "Infinity"}."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -84,7 +87,7 @@ class ModelConfig:
         if settings.get("vocab_size") is None:
             settings["vocab_size"] = -(-vocab_size // 64) * 64
         try:
-            config = AutoConfig.for_model(architecture, **settings)
+            config = AutoConfig.for_model(architecture, **_untagged(settings))
         except Exception as error:  # transformers raises errors of many kinds here
             raise ConfigError(
                 "train.task.model.architecture",
@@ -298,8 +301,24 @@ def _configuration(config: Mapping[str, Any]) -> Any:
     """transformers' object of a complete configuration."""
     from transformers import AutoConfig
 
-    settings = dict(config)
+    settings = _untagged(config)
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
+
+
+def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as a checkpoint has it, in JSON. That has no infinity: one is tagged, as
+    transformers does in a config.json."""
+    written = json.dumps(config, default=str)
+    return dict(json.loads(written, parse_constant=lambda name: {_FLOAT: name}))
+
+
+def _untagged(value: Any) -> Any:
+    """A configuration, or a part of one, with the numbers that JSON has not."""
+    if isinstance(value, Mapping):
+        if value.keys() == {_FLOAT}:
+            return float(value[_FLOAT])
+        return {key: _untagged(part) for key, part in value.items()}
+    return [_untagged(part) for part in value] if isinstance(value, list) else value
 
 
 def _brief(error: Exception) -> str:

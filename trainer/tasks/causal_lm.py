@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from trainer.models.hf import (
     head_size,
     keep_rotations,
     one_text_each,
+    recorded,
     text_configuration,
 )
 from trainer.parallel.check import (
@@ -59,7 +59,7 @@ class CausalLM:
     seq_len: int
     """Tokens in a sample, no more than the model has positions."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Which model; a small Llama unless said otherwise."""
+    """Which model; unless said otherwise a Llama of transformers' own defaults, 7B."""
     loss_chunk: int | None = None
     """Tokens whose logits exist at once; the others' are computed before or after. It changes the
     order of a sum, and so the last bits. None: all tokens of a micro-batch."""
@@ -108,7 +108,7 @@ class CausalLM:
                 "train_path": data.train,
                 "val_path": data.val,
                 "parameters": sum(param.numel() for param in model.parameters()),
-                "model": _recorded(config),
+                "model": recorded(config),
                 "pretrained": pretrained,
             },
         )
@@ -266,7 +266,7 @@ class PreparedCausalLM:
             pretrained=None,
             end_id=0 if task.texts == "apart" else None,  # no text ends, but attention is that one
             family=family,
-            info={"model": _recorded(config)},
+            info={"model": recorded(config)},
         )
 
     def warm_up(self) -> None:
@@ -372,11 +372,6 @@ class PreparedCausalLM:
         if self.end_id is None:
             return TokenDataset(path, self.seq_len)
         return TextDataset(path, self.seq_len, self.end_id)
-
-
-def _recorded(config: Mapping[str, Any]) -> Any:
-    """A complete configuration as a checkpoint has it, in JSON."""
-    return json.loads(json.dumps(config, default=str))
 
 
 @cache

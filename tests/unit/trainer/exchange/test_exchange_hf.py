@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from tests.support.tiny_checkpoint import (
 from trainer.data.text import Document
 from trainer.data.tokenizer import train_tokenizer
 from trainer.errors import ExchangeError
+from trainer.exchange.dcp_export import export_dcp
+from trainer.exchange.dcp_import import import_dcp
 from trainer.exchange.hf_export import export_hf
 from trainer.exchange.hf_import import import_hf
 
@@ -142,6 +145,47 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match=key):
         export_hf(reader, tmp_path / "hf", config_path=tmp_path / "config.json")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.json", "config.json", "full", "run"]
+
+
+def test_a_number_that_json_has_not_comes_in_and_goes_out(tmp_path: Path) -> None:
+    """Falcon H1 bounds a time by infinity, which transformers tags now; once it did not."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "falcon_h1",
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        mamba_d_ssm=16,
+        mamba_n_heads=2,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        vocab_size=64,
+    )
+    origin = tmp_path / "origin"
+    AutoModelForCausalLM.from_config(config).save_pretrained(origin)
+    tagged = (origin / "config.json").read_text()
+    bare = re.sub(r'{\s*"__float__": "Infinity"\s*}', "Infinity", tagged)
+    assert bare != tagged
+    for name, text in (("tagged", tagged), ("bare", bare)):
+        (origin / "config.json").write_text(text)
+        store = open_store(tmp_path / name)
+        manifest, _ = import_hf(store, KEYS, origin, step=4, moments=MOMENTS)
+        export_hf(Reader(store, manifest), tmp_path / f"{name}-hf")
+        out = AutoConfig.from_pretrained(tmp_path / f"{name}-hf")
+        assert out.time_step_limit == (0.0, float("inf"))
+        export_dcp(Reader(store, manifest), tmp_path / f"{name}-dcp")
+        again, _ = import_dcp(
+            open_store(tmp_path / f"{name}-again"),
+            KEYS,
+            tmp_path / f"{name}-dcp",
+            step=None,
+            moments=MOMENTS,
+            config_path=origin,
+        )
+        assert again.training_state["task"] == {"model": manifest.training_state["task"]["model"]}
 
 
 @pytest.mark.parametrize("tied", [False, True])

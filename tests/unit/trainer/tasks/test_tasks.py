@@ -16,13 +16,25 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.data import DataConfig, TokensCorruptError
 from trainer.engine.state import state_table
 from trainer.errors import ConfigError, StorageNotSeenError
-from trainer.models.hf import ModelConfig, build_on_meta
+from trainer.models.hf import (
+    ModelConfig,
+    build_on_meta,
+    find_differing,
+    text_configuration,
+)
 from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.custom import CustomTask
 from trainer.tasks.task import default_cache_dir
@@ -95,6 +107,34 @@ def test_a_prepared_task_says_what_it_holds(prepared: PreparedCausalLM) -> None:
     assert info["texts"] == "joined"
     end = Tokenizer.from_file(info["tokenizer"]).token_to_id("<|endoftext|>")
     assert info["model"]["eos_token_id"] == info["model"]["bos_token_id"] == end == 0
+
+
+@pytest.mark.parametrize("own", [{}, {"time_step_limit": (0.0, float("inf"))}])
+def test_a_model_with_an_infinite_setting_can_be_recorded(
+    texts: Path, cache: str, tmp_path: Path, prepared: PreparedCausalLM, own: dict[str, Any]
+) -> None:
+    """A checkpoint's record is JSON, which has no infinity; `time_step_limit` ends there."""
+    config = FalconH1Config(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        mamba_d_ssm=16,
+        mamba_n_heads=2,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        vocab_size=320,
+    )
+    FalconH1ForCausalLM(config).save_pretrained(tmp_path)
+    shutil.copy(prepared.info["tokenizer"], tmp_path / "tokenizer.json")
+    model = {"path": str(tmp_path), "pretrained": True, "settings": own}
+    task = prepare(task_for(texts, model=model), cache)
+    kept = json.loads(json.dumps(task.info["model"], allow_nan=False))
+    assert kept["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    for read in (kept, task.config):
+        assert text_configuration(read).time_step_limit == (0.0, float("inf"))
+    assert find_differing(kept, task.info["model"]) == {}
 
 
 @pytest.mark.parametrize(("hidden_size", "fits"), [(320, True), (240, False)])
