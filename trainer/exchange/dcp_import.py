@@ -92,17 +92,20 @@ def import_dcp(
     if not shapes:
         raise ExchangeError(str(source), "it holds no weights", "Name a checkpoint of a model")
     wanted = step if step is not None else _own_step(source, metadata, contents)
-    wanted_moments = [f"{moment}/{name}" for name in shapes for moment in moments]
-    missing = [name for name in wanted_moments if name not in contents.moments]
+    fresh = dict.fromkeys(  # in their order
+        name
+        for name in shapes
+        if any(f"{moment}/{name}" not in contents.moments for moment in moments)
+    )
     told = _number(source, metadata, contents.optimizer_step)
     # Moments without a count are taken for one of each step; a count of 0 is one.
-    done = 0 if not contents.moments else wanted if told is None else told
+    kept = bool(moments) and len(fresh) < len(shapes)
+    done = 0 if not kept else wanted if told is None else told
     state = {
         "optimizer_steps": done,
         "imported": {"from": "dcp", "path": str(source)},
         **({} if config is None else {"task": {"model": config}}),
     }
-    fresh = {name.split("/", 1)[1] for name in missing}
     incoming = (
         item
         for name in shapes
@@ -111,7 +114,7 @@ def import_dcp(
         )
     )
     manifest = commit_incoming(store, keys, incoming, step=wanted, training_state=state)
-    return manifest, _remarks(contents, shapes, missing)
+    return manifest, _remarks(contents, shapes, fresh, done)
 
 
 def plan_contents(metadata: DcpMetadata, wanted: Sequence[str]) -> Contents:
@@ -255,14 +258,29 @@ def _load(source: Path, flat: str, where: StoredBytes) -> Any:
         ) from error
 
 
-def _remarks(contents: Contents, shapes: Mapping[str, Index], missing: list[str]) -> list[str]:
+def _remarks(
+    contents: Contents, shapes: Mapping[str, Index], fresh: Mapping[str, object], done: int
+) -> list[str]:
+    """`fresh`: parameters whose moments start at 0. `done`: steps of the optimizer."""
     remarks = []
-    if missing:
+    if fresh:
         remarks.append(
-            f"{len(missing)} optimizer moments are not in it, first {missing[0]}: they start at 0. "
-            "If it has others, name them with --moments."
+            f"The optimizer moments of {len(fresh)} of {len(shapes)} parameters start at 0, as not "
+            f"all of theirs are in it, first {next(iter(fresh))}. If it has others, name them with "
+            "--moments."
+        )
+    if fresh and done:
+        remarks.append(
+            f"The number of optimizer steps, {done:,}, is one for all parameters: AdamW corrects "
+            "moments that start at 0 for the wrong bias. Where those parameters are not frozen, "
+            "import a copy without the optimizer."
         )
     left = [*contents.ignored, *(name for name in contents.parameters if name not in shapes)]
+    left += [
+        flat
+        for moment, flat in contents.moments.items()
+        if (name := moment.split("/", 1)[1]) in fresh or name not in shapes
+    ]
     if left:
         remarks.append(f"{len(left)} tensors were left behind, first {left[0]}.")
     return remarks

@@ -127,6 +127,52 @@ def test_an_optimizer_that_has_done_no_step_has_done_none(tmp_path: Path) -> Non
     assert (manifest.step, manifest.training_state["optimizer_steps"]) == (11, 0)
 
 
+def test_moments_under_other_names_count_no_steps(tmp_path: Path) -> None:
+    """An optimizer's own `state_dict` numbers its parameters: none of its moments has a place."""
+    tiny = make_tiny()
+    optimizer = torch.optim.AdamW(tiny.model.parameters())
+    for name, param in params_of(tiny):
+        moments = {key: tiny.moments[f"{key}/{name}"] for key in MOMENTS}
+        optimizer.state[param] = {"step": torch.tensor(20_000.0), **moments}
+    state = {"model": tiny.model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    store = open_store(tmp_path / "run")
+    manifest, remarks = import_dcp(store, KEYS, tmp_path / "dcp", step=None, moments=MOMENTS)
+    assert (manifest.step, manifest.training_state["optimizer_steps"]) == (20_000, 0)
+    count = len(params_of(tiny))
+    assert f"of {count} of {count} parameters start at 0" in remarks[0]
+    assert remarks[1:] == [f"{2 * count} tensors were left behind, first optim.state.0.exp_avg."]
+    reader = Reader(store, manifest)
+    assert not any(reader.read_full(f"exp_avg/{name}").any() for name, _ in params_of(tiny))
+
+
+def test_a_parameter_without_its_moments_is_told_of(tmp_path: Path) -> None:
+    """The others keep theirs, and the number of steps that they are of."""
+    tiny = make_tiny()
+    state = {
+        **dict(tiny.model.state_dict()),
+        "optimizer": {
+            f"state.{name}.{key}": tiny.moments[f"{key}/{name}"]
+            for name, _ in params_of(tiny)
+            for key in MOMENTS
+            if (name, key) != ("lm_head.weight", "exp_avg_sq")
+        },
+        "train_state": {"step": 11},
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    store = open_store(tmp_path / "run")
+    manifest, remarks = import_dcp(store, KEYS, tmp_path / "dcp", step=None, moments=MOMENTS)
+    assert manifest.training_state["optimizer_steps"] == 11
+    count = len(params_of(tiny))
+    assert f"of 1 of {count} parameters start at 0" in remarks[0]
+    assert "in it, first lm_head.weight." in remarks[0]
+    assert "11, is one for all parameters" in remarks[1]
+    assert "1 tensors were left behind, first optimizer.state.lm_head.weight.exp_avg" in remarks[2]
+    reader = Reader(store, manifest)
+    assert not reader.read_full("exp_avg/lm_head.weight").any()
+    assert reader.read_full("exp_avg/model.norm.weight").any()
+
+
 def test_there_and_back_again(tmp_path: Path) -> None:
     tiny = make_tiny(tied=True)
     directory = exported(tiny, tmp_path)
@@ -166,7 +212,7 @@ def test_another_optimizers_moments_go_under_their_own_names(tmp_path: Path) -> 
         assert torch.equal(Reader(again, manifest).read_full(name), tensor)
     wrong = open_store(tmp_path / "wrong")
     manifest, remarks = import_dcp(wrong, KEYS, tmp_path / "dcp", step=None, moments=MOMENTS)
-    assert "moments are not in it" in remarks[0] and "--moments" in remarks[0]
+    assert "not all of theirs are in it" in remarks[0] and "--moments" in remarks[0]
     assert "were left behind" in remarks[1] and ".momentum" in remarks[1]
     weights, _ = import_dcp(
         open_store(tmp_path / "weights"), KEYS, tmp_path / "dcp", step=None, moments=()
