@@ -105,15 +105,21 @@ def finished_directory(target: Path) -> Iterator[Path]:
     Raises:
         ExchangeError: there is something at `target` already, or it cannot be written.
     """
-    target = target.absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ExchangeError(str(target), "it exists and is not empty", "Name another directory")
+    target = Path(os.path.realpath(target))  # nothing is renamed onto a link
+    try:
+        target.rmdir()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a mount point, too, which would be found out when all is written
+        raise ExchangeError(
+            str(target),
+            f"it exists and cannot be replaced: {error.strerror}",
+            "Name another directory, such as one in it",
+        ) from error
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
         part.mkdir(parents=True)
         yield part
-        if target.exists():
-            target.rmdir()
         os.rename(part, target)
     except OSError as error:
         raise ExchangeError(

@@ -207,7 +207,10 @@ def test_the_records_say_where_the_checkpoints_are(
         (["list", "nowhere"], "there are no checkpoints in it, nor in nowhere/checkpoints"),
         (["show", "{run}", "5"], "step 5 is not committed: the run has 7"),
         (["list", "gopher://x/y"], "gopher://x/y"),
-        (["export", "{run}", "7", "--to", "hf", "{run}"], "it exists and is not empty"),
+        (
+            ["export", "{run}", "7", "--to", "hf", "{run}"],
+            "it exists and cannot be replaced: Directory not empty",
+        ),
         (["import", "{run}", "--from", "hf", "nowhere"], "Give one with --step"),
         (
             ["import", "{run}", "--from", "hf", "nowhere", "--step", "9"],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 
 from checkpointing import AlreadyCommittedError, MissingError, Reader, load_manifest, open_store
+from tests.support.small_disk import small_disk
 from tests.support.tiny_checkpoint import (
     KEYS,
     MOMENTS,
@@ -27,6 +29,7 @@ from trainer.exchange.dcp_export import export_dcp
 from trainer.exchange.dcp_import import import_dcp
 from trainer.exchange.hf_export import export_hf
 from trainer.exchange.hf_import import import_hf
+from trainer.exchange.pieces import finished_directory
 
 
 def export(tiny: Tiny, tmp_path: Path, **options: Any) -> tuple[Path, list[str]]:
@@ -186,6 +189,25 @@ def test_a_number_that_json_has_not_comes_in_and_goes_out(tmp_path: Path) -> Non
             config_path=origin,
         )
         assert again.training_state["task"] == {"model": manifest.training_state["task"]["model"]}
+
+
+def test_a_link_to_an_empty_directory_is_followed(tmp_path: Path) -> None:
+    place, link = tmp_path / "place", tmp_path / "link"
+    place.mkdir()
+    link.symlink_to(place)
+    with finished_directory(link) as part:
+        (part / "file").touch()
+    assert link.is_symlink() and (place / "file").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """No directory can be renamed onto it."""
+    refused = pytest.raises(
+        ExchangeError, match=r"busy\. Name another directory, such as one in it"
+    )
+    with small_disk(tmp_path, 64 << 10), refused, finished_directory(tmp_path):
+        pytest.fail("it was entered")
 
 
 @pytest.mark.parametrize("tied", [False, True])
