@@ -13,7 +13,6 @@ Source: torch 2.13, distributed/checkpoint/filesystem.py; torchtitan, components
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,7 +107,6 @@ class _Writer:
         )
         with (self.directory / METADATA).open("xb") as file:
             pickle.dump(metadata, file)
-            _sync(file)
 
     def _declare(
         self,
@@ -143,13 +141,7 @@ class _Writer:
 
     def _end_file(self) -> None:
         if self._file is not None:
-            _sync(self._file)
             self._file.close()
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def export_dcp(reader: Reader, target: Path, *, config_path: Path | None = None) -> list[str]:

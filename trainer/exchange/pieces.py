@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import logging
 import math
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from checkpointing.format.cutting import row_strides, split_box
 from trainer.engine.names import PARAMETERS
 from trainer.errors import ExchangeError
 from trainer.models.hf import recorded
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 128 << 20
 """Bound on the bytes of a tensor that are in memory at once."""
@@ -106,6 +110,11 @@ def finished_directory(target: Path) -> Iterator[Path]:
         ExchangeError: there is something at `target` already, or it cannot be written.
     """
     target = Path(os.path.realpath(target))  # nothing is renamed onto a link
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        log.warning(
+            "%s was left by an export that was killed: remove it, unless another one is under way",
+            left,
+        )
     try:
         target.rmdir()
     except FileNotFoundError:
@@ -120,10 +129,24 @@ def finished_directory(target: Path) -> Iterator[Path]:
     try:
         part.mkdir(parents=True)
         yield part
+        for file in part.iterdir():
+            _sync(file)
         os.rename(part, target)
+        with suppress(OSError):  # not every file system can
+            _sync(target)
+            _sync(target.parent)
     except OSError as error:
         raise ExchangeError(
             str(target), f"it cannot be written: {error}", "Free space there, or write elsewhere"
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """So that a power cut leaves what is in a file, or the names in a directory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

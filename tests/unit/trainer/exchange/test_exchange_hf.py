@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from checkpointing import AlreadyCommittedError, MissingError, Reader, load_manifest, open_store
+from tests.support import ROOT
 from tests.support.small_disk import small_disk
 from tests.support.tiny_checkpoint import (
     KEYS,
@@ -150,6 +153,62 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.json", "config.json", "full", "run"]
 
 
+def test_a_link_to_an_empty_directory_is_followed(tmp_path: Path) -> None:
+    place, link = tmp_path / "place", tmp_path / "link"
+    place.mkdir()
+    link.symlink_to(place)
+    with finished_directory(link) as part:
+        (part / "file").touch()
+    assert link.is_symlink() and (place / "file").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """No directory can be renamed onto it."""
+    refused = pytest.raises(
+        ExchangeError, match=r"busy\. Name another directory, such as one in it"
+    )
+    with small_disk(tmp_path, 64 << 10), refused, finished_directory(tmp_path):
+        pytest.fail("it was entered")
+
+
+def test_what_a_killed_export_has_left_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writing = """
+import os, pathlib, signal, sys
+from trainer.exchange.pieces import finished_directory
+with finished_directory(pathlib.Path(sys.argv[1])) as part:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", writing, str(tmp_path / "h[f]")], cwd=ROOT)
+    (left,) = tmp_path.iterdir()
+    for name in ("h[f]", "hf"):
+        with finished_directory(tmp_path / name):
+            pass
+    (told,) = caplog.messages
+    assert told.startswith(f"{left} was left by an export that was killed")
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync, rename = set[int](), os.fsync, os.rename
+
+    def noted_sync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def checked_rename(part: Path, target: Path) -> None:
+        assert {file.stat().st_ino for file in part.iterdir()} <= synced
+        rename(part, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(os, "rename", checked_rename)
+    target, _ = export(make_tiny(steps=1), tmp_path)
+    assert {target.stat().st_ino, tmp_path.stat().st_ino} <= synced
+
+
 def test_a_number_that_json_has_not_comes_in_and_goes_out(tmp_path: Path) -> None:
     """Falcon H1 bounds a time by infinity, which transformers tags now; once it did not."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -189,25 +248,6 @@ def test_a_number_that_json_has_not_comes_in_and_goes_out(tmp_path: Path) -> Non
             config_path=origin,
         )
         assert again.training_state["task"] == {"model": manifest.training_state["task"]["model"]}
-
-
-def test_a_link_to_an_empty_directory_is_followed(tmp_path: Path) -> None:
-    place, link = tmp_path / "place", tmp_path / "link"
-    place.mkdir()
-    link.symlink_to(place)
-    with finished_directory(link) as part:
-        (part / "file").touch()
-    assert link.is_symlink() and (place / "file").exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """No directory can be renamed onto it."""
-    refused = pytest.raises(
-        ExchangeError, match=r"busy\. Name another directory, such as one in it"
-    )
-    with small_disk(tmp_path, 64 << 10), refused, finished_directory(tmp_path):
-        pytest.fail("it was entered")
 
 
 @pytest.mark.parametrize("tied", [False, True])
