@@ -135,6 +135,8 @@ class Launch:
         try_optimizer(self.train.optimizer)
         if detach:
             _check_outlives()
+            if self.callbacks:
+                log.warning("detach = True: no callback is told of the run, which nobody follows.")
         paths = RunPaths(root=run_root(self.run_config))
         run = None
         if may_be_going_on(paths):

@@ -130,6 +130,20 @@ def test_a_run_without_a_name_is_told_that_it_cannot_be_continued(
     assert repr(trainer.run_config.name) in told and "RunConfig(name=...)" in told
 
 
+def test_callbacks_that_a_detached_program_would_not_call_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of a cluster that `fit` does not come to ask
+    run = ray.train.RunConfig(name="run", storage_path="s3://bucket/runs")
+    for callbacks, detach in (((), True), ((Own(),), False), ((Own(),), True)):
+        assert not caplog.messages
+        trainer = ElasticTrainer(TRAIN, run_config=run, callbacks=callbacks)
+        with pytest.raises(ConfigError, match="storage_path"):
+            trainer.fit(detach=detach)
+    (told,) = caplog.messages
+    assert told == "detach = True: no callback is told of the run, which nobody follows."
+
+
 def test_a_run_with_a_name_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_no_name(ElasticTrainer(TRAIN, run_config=ray.train.RunConfig(name="run")).run_config)
     assert not caplog.messages
