@@ -102,9 +102,8 @@ def _parse(text: str, part: str) -> Fault:
         )
     phase = match["phase"] or "backward"
     if phase not in PHASES:
-        raise ConfigError(
-            "fault", text, f"there is no phase {phase!r}", f"Write one of {', '.join(PHASES)}"
-        )
+        takes = ", ".join(phase for phase in PHASES if phase != "wait")
+        raise ConfigError("fault", text, f"there is no phase {phase!r}", f"Write one of {takes}")
     targets = match["targets"] or ""
     spare = targets == SPARE
     return Fault(

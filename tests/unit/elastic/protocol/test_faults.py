@@ -61,8 +61,11 @@ def test_what_is_not_understood_is_quoted(text: str, part: str) -> None:
 
 
 def test_a_phase_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ConfigError, match="there is no phase 'backwards'"):
+    with pytest.raises(ConfigError, match="there is no phase 'backwards'") as caught:
         parse_faults("kill@3.backwards")
+    named = caught.value.fix.removeprefix("Write one of ").split(", ")
+    faults = parse_faults(",".join(f"kill@3.{phase}" for phase in named))
+    check_faults(faults, steps=9, slots=1)  # nor is one named that is refused next
 
 
 @settings(derandomize=True, deadline=None)
