@@ -72,7 +72,7 @@ class RunStoppedError(ElasticError):
     def __str__(self) -> str:
         return (
             f"the run in {self.run} was {self.outcome} by somebody else after {self.step} steps. "
-            f"The same command goes on with it."
+            f"The same command goes on with it, unless it has resume='never'."
         )
 
 

@@ -38,6 +38,7 @@ BUDGET_LOW = 0.8
 """Share of a budget of `HealthConfig` that may be used up."""
 UNSAVED = 2
 """So many checkpoints in a row may not fail: one lacks parts where its writer is lost."""
+_AGAIN = "the same command goes on with the run, unless it has resume='never'"
 REPEAT_S = 3600.0
 """An alert that still stands is told again after so long, as nvidia-resiliency-ext's watcher
 does."""
@@ -147,7 +148,7 @@ def unanswered(waited_s: float) -> Alert:
 def _failed(ended: events.RunEnded) -> Alert:
     first, *_ = (ended.error or "no error is recorded").splitlines()
     useless = decide_status_of(ended.cause) != FAILED
-    what = "a retry is useless" if useless else "the same command goes on with the run"
+    what = "a retry is useless" if useless else _AGAIN
     return Alert(kind="failed", detail=f"it failed after {ended.step} steps: {first} ({what})")
 
 
@@ -155,8 +156,7 @@ def _dead(silent_s: float) -> Alert:
     return Alert(
         kind="dead",
         detail=f"no pulse for {silent_s:.0f} s, and no end in the records: its coordinator is "
-        f"lost, or this directory out of reach. Look at `ray status`; the same command goes on "
-        f"with the run",
+        f"lost, or this directory out of reach. Look at `ray status`; {_AGAIN}",
     )
 
 
