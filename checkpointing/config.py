@@ -48,14 +48,16 @@ class CheckpointConfig:
     one and the newest verified one."""
 
     keep_every: int | None = None
-    """Checkpoints at multiples of this many steps stay for good; None keeps none for good."""
+    """Checkpoints at multiples of this many steps, itself a multiple of `every_steps`, stay for
+    good; None keeps none for good."""
 
     resume: Resume = "auto"
     """`auto` starts from the newest checkpoint, or newer snapshot, if there is one, `must` fails if
-    there is none, `never` starts from step 0."""
+    there is none, `never` starts from step 0, each time: it moves an earlier run of the name aside,
+    and is refused where `store` has checkpoints of one."""
 
     segment_bytes: int = SEGMENT_BYTES
-    """Bound on the tensor bytes in one file of a checkpoint."""
+    """Bound on the tensor bytes in one file of a checkpoint; 1 MiB or more."""
 
     store: str | S3Config | StorePlace | None = None
     """Where checkpoints go: `s3://BUCKET/PREFIX`, a directory, or a URL of an installed kind of

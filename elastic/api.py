@@ -61,7 +61,8 @@ class ElasticTrainer:
         checkpoint: when to save, and whether to resume.
         health: timeouts and budgets.
         faults: faults to inject, to show recovery (`elastic.parse_faults`).
-        callbacks: told in this process of each step and event, and of the end.
+        callbacks: told in this process of each step and event that is recorded while it follows the
+            run, and of the end.
 
     Raises:
         ConfigError: for an argument of another type, a field of `run_config` that is not used, or a
@@ -117,9 +118,9 @@ class ElasticTrainer:
 
         Returns:
             Ray Train's Result; `metrics` holds the report's numbers and, as `checkpoint_store`,
-            where the checkpoints lie; `checkpoint` is their directory, None where they lie on S3;
-            `path` is the run directory with the report and the records. With `detach`, `metrics`
-            and `checkpoint` are None.
+            where the checkpoints lie; `checkpoint` is their directory, None with a
+            `CheckpointConfig.store`; `path` is the run directory with the report and the records.
+            With `detach`, `metrics` and `checkpoint` are None.
 
         Raises:
             ConfigError: before any worker starts.

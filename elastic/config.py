@@ -110,8 +110,8 @@ class HealthConfig:
     end the run: collectives across replicas fail and nobody dies, as on a link that drops packets
     of one size, and nobody can be taken out for it. Connections are tried from the second on."""
     max_same_step_errors: int = 2
-    """The run ends where so many replicas, or the same one formed anew, raise in user code or run
-    out of memory at one step."""
+    """The run ends where so many replicas, or the same one formed anew, raise in user code, run out
+    of memory, fail an assertion on the device or cannot be compiled at one step."""
     heal_bytes_per_s: float | None = None
     """Bound on what a worker sends to all that it heals together, for networks on which heals slow
     the steps; None: no bound."""
@@ -139,8 +139,8 @@ class HealthConfig:
     node_beat_s: float = 1.0
     """How often a node says that it is there. A death is told at once, whatever this is."""
     node_timeout_s: float = 5.0
-    """A node that was not heard for this long is lost; cut off from the coordinator for as long, it
-    ends its workers itself."""
+    """A node that was not heard for this long, more than twice `node_beat_s`, is lost; cut off from
+    the coordinator for as long, it ends its workers itself."""
     supervisor_timeout_s: float = 600.0
     """A run whose supervisor was not heard for this long ends itself. Where it is lost, Ray starts
     another, once its head node is there to do it."""

@@ -362,8 +362,8 @@ class TrainConfig:
     """Number format of the sum over lanes and replicas. `bfloat16`: each lane's gradient and each
     sum in the tree are rounded to it, and half as much is sent between replicas."""
     bucket_bytes: int | None = None
-    """The most bytes of float32 gradient that are reduced over replicas at once; None: 16 MiB on a
-    CPU, 64 MiB on a GPU. No bit depends on it."""
+    """The most bytes of float32 gradient that are reduced over replicas at once, at least 1024;
+    None: 16 MiB on a CPU, 64 MiB on a GPU. No bit depends on it."""
     gather_ahead: int = 1
     """Blocks whose whole parameters are gathered ahead of the one at work, where `shard` is above
     1. 1: the next one, in FSDP2's own way. Each further one takes a block's parameters in memory

@@ -67,7 +67,7 @@ def add_to(commands: Any) -> None:
     either.add_argument(
         "--cluster",
         action="store_true",
-        help="all machines of the Ray cluster, and pairs of them; not beside a run",
+        help="all nodes of the Ray cluster with CPUs or GPUs, and pairs of them; not beside a run",
     )
     verb.add_argument(
         "--address", help="of that cluster (default: RAY_ADDRESS, else the one on this machine)"

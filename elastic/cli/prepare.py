@@ -13,8 +13,8 @@ from trainer.progress import tell
 
 _EPILOG = f"""\
 Run it on a machine that sees storage_path as the run will, or `cache_dir` of the DataConfig; it
-needs no GPU and no cluster. `fit` with the same text and settings finds what is made, and so does
-this command.
+needs no GPU and no cluster. `fit` with the same text, settings and version of `tokenizers` finds
+what is made, and so does this command.
 
 {READ}
 

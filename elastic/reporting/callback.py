@@ -12,7 +12,8 @@ class Callback:
     All is called in the driver's process, on the one thread that follows the run's files. No worker
     waits for it, so no step takes longer; but what is next is told later, the progress line
     included, and `fit` returns after `on_end`. A callback that raises is logged with its name and
-    not called again; the run goes on. A run that is continued tells of its present start only.
+    not called again; the run goes on. A run that is continued tells of its present start only, a
+    driver that attaches of what is recorded from then on, and `fit(detach=True)` of nothing.
     """
 
     def on_step(self, record: StepRecord) -> None:

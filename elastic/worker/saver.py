@@ -2,10 +2,10 @@
 
 The copy goes into memory that is made once (`trainer/engine/host_copy.py`): one buffer where only
 checkpoints are written, two where snapshots are taken as well, each as large as the worker's share.
-So a save allocates nothing, and the training is held for the copy alone. A thread waits for the
-uploader's answer; a save that comes before it is skipped by all workers together, because each
-commit says who is still busy (`trainer/replication/step_commit.py`). At the end of the run it is
-waited for."""
+So a save allocates nothing. The copy is made beside the next step, whose update alone waits for
+what is left of it. A thread waits for the uploader's answer; a save that comes before it is skipped
+by all workers together, because each commit says who is still busy
+(`trainer/replication/step_commit.py`). At the end of the run it is waited for."""
 
 from __future__ import annotations
 
