@@ -173,6 +173,7 @@ def test_a_run_that_has_ended_is_not_dead_and_its_end_is_the_status(
     assert [alert.kind for alert in found] == alerts
     assert decide_watch_status(view, found) == status
     assert all("secret" not in alert.detail for alert in found), "the first line is enough"
+    assert all(("resume='never'" in alert.detail) == (status == 1) for alert in found)
 
 
 def test_a_new_start_takes_the_end_back() -> None:
