@@ -18,13 +18,21 @@ def catch_sigterm() -> None:
     worker that is where `Backend.on_start` runs what it executes.
 
     Python's handlers wait until the main thread has time for them, which may be in native code. The
-    interpreter writes to its wake-up descriptor at once.
+    interpreter writes to its wake-up descriptor at once. A child that is forked shares that: what
+    `multiprocessing.Pool` ends it with would be this process's notice. So it catches nothing.
     """
     heard, told = os.pipe()
     os.set_blocking(told, False)
+    os.register_at_fork(after_in_child=_catch_nothing)
     signal.signal(signal.SIGTERM, lambda number, _: _terms.put(number))
     signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     threading.Thread(target=_listen, args=[heard], name="signals", daemon=True).start()
+
+
+def _catch_nothing() -> None:
+    """In a forked child, on what is its main thread, whichever that was before."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _listen(heard: int) -> None:

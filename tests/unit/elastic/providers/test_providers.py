@@ -94,6 +94,39 @@ def test_sigterm_calls_back_and_the_process_goes_on(when: str) -> None:
     process.stdout.close()
 
 
+FORK_PROGRAM = """
+import os, threading
+from elastic.providers.sigterm import catch_sigterm, on_sigterm
+catch_sigterm()
+told = threading.Event()
+on_sigterm(told.set)
+child = os.fork()
+if child == 0:
+    os.write(1, b"%d\\n" % os.getpid())
+    told.wait(20)
+    os._exit(9)
+how = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(how, told.wait(0.5), flush=True)
+assert told.wait(20)
+"""
+
+
+def test_sigterm_ends_a_forked_child_and_is_no_notice_to_its_parent() -> None:
+    """As `multiprocessing.Pool` sends it to its workers at its end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORK_PROGRAM],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    os.kill(int(process.stdout.readline()), signal.SIGTERM)
+    assert process.stdout.readline() == f"{-signal.SIGTERM} False\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_S) == 0, "its own one still is"
+    process.stdout.close()
+
+
 @pytest.fixture
 def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Metadata]]:
     with serve_metadata() as (url, handler):
