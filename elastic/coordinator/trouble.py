@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Literal
 
 from elastic.config import HealthConfig
+from elastic.coordinator.agents import START_S
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.workers import Workers
@@ -51,7 +54,8 @@ class Troubles:
         formed: int | None = None,
     ) -> Literal["peer", "own"]:
         """See `WorkerCalls.trouble`. A collective that failed may be the first sign of the loss
-        of a whole node, which takes longer to show; where none was lost, the connections between
+        of a whole node, which takes longer to show, or of a mate that ended together with its
+        node's agent, of which the next agent tells; where none was lost, the connections between
         the replica's nodes are tried: who gets no answer from a bad one is not at fault. Workers
         of one replica that raise errors of their own at the same time are each at fault: the first
         to be written off explains no other. Who cannot go on is lost for its own cause, also where
@@ -69,8 +73,10 @@ class Troubles:
         try:
             if not entry_of(cause).lasts and not self._follows_alone(worker, cause, formed):
                 await self._dispatcher.until(broken, patience_s)
-                if cause == COLLECTIVE and not broken():
-                    await self._link_tests.explain(worker)
+                if cause == COLLECTIVE:
+                    await self._await_agents(worker, broken)
+                    if not broken():
+                        await self._link_tests.explain(worker)
                 if broken() and worker not in self._at_fault:
                     return "peer"
             if cause == STORAGE and not membership.has_state:
@@ -81,6 +87,21 @@ class Troubles:
         finally:
             self._raised.pop(worker, None)
             self._at_fault.discard(worker)
+
+    async def _await_agents(self, worker: str, broken: Callable[[], bool]) -> None:
+        """Waits while a mate of `worker` has no agent that beats, as long as one may take to start:
+        nobody else tells of its end. What the agent has to tell comes with its first beats."""
+        until_s = time.monotonic() + START_S
+        watched = self._mates_watched(worker)
+        while not watched and not broken() and time.monotonic() < until_s:
+            watched = self._mates_watched(
+                worker
+            )  # before the wait: once more where it is so by now
+            await self._dispatcher.until(broken, _PEER_LOSS_PATIENCE_S)
+
+    def _mates_watched(self, worker: str) -> bool:
+        replica = self._membership.places.of(worker)
+        return replica is None or all(map(self._workers.is_watched, replica.workers))
 
     def _formation_of(self, worker: str) -> int | None:
         """Number of the replica that a worker is in; where a peer's loss has just broken that, of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_lowercase
@@ -38,6 +39,9 @@ class Agents:
         """Nodes whose machines answer."""
         self.beating: set[str] = set()
         """Nodes whose agents beat."""
+
+    def awake_s(self) -> float:
+        return time.monotonic()
 
     def beats(self, node: str) -> bool:
         return node in self.beating

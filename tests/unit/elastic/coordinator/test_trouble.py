@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ from typing import Any, Literal
 import pytest
 
 from elastic.config import HealthConfig
+from elastic.coordinator import trouble as module
 from elastic.coordinator.trouble import Troubles
 from elastic.protocol import events
 from elastic.protocol.causes import (
     COLLECTIVE,
+    CRASH,
     DEVICE_ASSERT,
     GPU_ERROR,
     GPU_MEMORY,
@@ -25,7 +28,9 @@ from elastic.protocol.causes import (
     Cause,
     entry_of,
 )
-from tests.support.coordinator_desk import CoordinatorDesk
+from tests.support.coordinator_desk import Agents, CoordinatorDesk
+
+PATIENCE_S = 30.0
 
 
 class Lost:
@@ -57,7 +62,7 @@ def settle(
     cause: Cause, *, broken: bool, followers: Sequence[str] = (), formed: int | None = None
 ) -> tuple[str, list[Cause]]:
     membership: Any = SimpleNamespace(
-        places=SimpleNamespace(formation_of=lambda worker: 1),
+        places=SimpleNamespace(formation_of=lambda worker: 1, of=lambda worker: None),
         roster=SimpleNamespace(followers=followers),
         replica_broken=lambda worker, formed: broken,
     )
@@ -147,3 +152,52 @@ def test_storage_that_none_has_seen_soon_ends_the_run_as_a_wrong_setting(tmp_pat
     stopped = desk.membership.stopped
     assert stopped is not None and stopped.cause == USER_ERROR
     assert "run.json is not there" in (stopped.error or "")
+
+
+class Beats(Agents):
+    """The next agent of node B has been started; it may beat at the `first` question."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        self._first, self.asked = first, asyncio.Event()
+        self._questions = 0
+
+    def beats(self, node: str) -> bool:
+        if node != "B":
+            return True
+        self._questions += 1
+        self.asked.set()
+        return self._questions >= self._first
+
+
+@pytest.mark.parametrize(
+    ("first", "dies", "meaning"),
+    [
+        pytest.param(math.inf, True, "peer", id="it tells of a mate's end"),
+        pytest.param(3, False, "own", id="it has nothing to tell"),
+        pytest.param(math.inf, False, "own", id="none beats"),
+    ],
+)
+def test_while_a_mate_has_no_agent_a_failed_collective_accuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: float, dies: bool, meaning: str
+) -> None:
+    """A mate that ended together with its node's agent is told of by the next one."""
+    monkeypatch.setattr(module, "_PEER_LOSS_PATIENCE_S", 0.05)
+    monkeypatch.setattr(module, "START_S", PATIENCE_S if dies or first < math.inf else 0.3)
+    desk = CoordinatorDesk(tmp_path, each=2)
+    stand_in: Any = Beats(first)
+    desk.workers._agents = stand_in
+    health = HealthConfig(node_beat_s=0.02, node_timeout_s=0.05)
+    no_links: Any = Unexplained()
+    troubles = Troubles(health, desk.membership, desk.dispatcher, desk.workers, no_links)
+
+    async def run() -> str:
+        settled = asyncio.create_task(troubles.settle("a", 7, "a timeout", COLLECTIVE))
+        asked = asyncio.create_task(stand_in.asked.wait())
+        await asyncio.wait([settled, asked], return_when=asyncio.FIRST_COMPLETED)
+        if dies:
+            await desk.workers.lose("b", CRASH, "its process ended")
+        return await settled
+
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == meaning
+    assert stand_in.asked.is_set()
