@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -361,6 +362,11 @@ class NodeAgents:
         """Whether the agent of a node holds a lease."""
         agent = self._agents.get(node)
         return agent is not None and agent.renewed_s is not None
+
+    def awake_s(self) -> float:
+        """Now, on the clock of the leases: of time in which the coordinator was held up, and with
+        its container or machine perhaps the whole run, next to nothing counts."""
+        return self._clock.tick(time.monotonic())
 
     def overdue(self, now_s: float) -> dict[str, str]:
         """Nodes that were not heard in time by `now_s` of the monotonic clock, and why not."""

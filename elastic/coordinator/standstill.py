@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -178,7 +177,7 @@ class StandstillWatch:
 
     def begin(self) -> None:
         """A step is in the records; or a roster begins, whose first step may stand still, too."""
-        self._came_s = time.monotonic()
+        self._came_s = self._agents.awake_s()
         if not self._watching and len(self._steps_s) >= _FEWEST_STEPS:
             self._watching = True
             self._dispatcher.spawn(self._watch())
@@ -241,13 +240,13 @@ class StandstillWatch:
                 self._steps_s,
                 share=share,
                 shared_s=self._shared_s,
-                single_s=time.monotonic() - self._shared_until_s,
+                single_s=self._agents.awake_s() - self._shared_until_s,
                 patience=self._patience,
             )
             for share in (SOON, 1.0)
         )
         if soon.shared:
-            self._shared_until_s = time.monotonic()
+            self._shared_until_s = self._agents.awake_s()
         return soon, now
 
     async def _act(self, accused: Mapping[str, str], found: _Found, *, all_wait: bool) -> None:
@@ -286,7 +285,7 @@ class StandstillWatch:
                     self._patience *= 2.0
                 reason = f"no step for {self._still_s:.1f} s, and all wait for each other"
                 await self._cross_lost(last.generation, reason)
-        self._came_s = time.monotonic()  # what follows has its own bounds
+        self._came_s = self._agents.awake_s()  # what follows has its own bounds
 
     def _keep_slow(self) -> None:
         """Keeps what was found of a slow step, if there is one. The look at it is over."""
@@ -361,8 +360,9 @@ class StandstillWatch:
 
     @property
     def _still_s(self) -> float:
-        """Since the latest step was committed, or something was done about it."""
-        return time.monotonic() - self._came_s
+        """Since the latest step was committed, or something was done about it. Where the whole run
+        was paused, nobody has kept it."""
+        return self._agents.awake_s() - self._came_s
 
     def _over(self, last: _Stand) -> bool:
         """Whether things have moved since: a step, a call, the end."""

@@ -254,15 +254,13 @@ class Workers:
 
     async def lose_laggards(self, called: Mapping[str, Signal]) -> None:
         """Ends the workers that have not followed a call in time, and are stuck. No time counts in
-        which answers were held back."""
+        which answers were held back, or this process was held up."""
         timeout_s = pause_s = self._health.regroup_timeout_s
         while True:
-            await asyncio.sleep(pause_s)
-            laggards = [
-                self.started[worker]
-                for worker in self._membership.calls.laggards(called)
-                if worker in self.started
-            ]
+            until_s = self._agents.awake_s() + pause_s
+            while (left_s := until_s - self._agents.awake_s()) > 0:
+                await asyncio.sleep(left_s)
+            laggards = self._laggards(called)
             if not laggards:
                 return
             answered_s = self._records.answered_for_s()
@@ -271,7 +269,7 @@ class Workers:
                 continue
             # Of whom nobody can tell is ended, so an agent that has ended has time to be replaced.
             told = await self._agents.places({one.node for one in laggards}, START_S)
-            places = {one.worker: told.get(one.worker) for one in laggards}
+            places = {one.worker: told.get(one.worker) for one in self._laggards(called)}
             groups = self._membership.roster.groups
             stuck, pause_s = find_stuck(places, timeout_s, replicas=groups)
             for worker in stuck:
@@ -280,6 +278,11 @@ class Workers:
                     detail += f": for {place.in_phase_s:.0f} s in {place.phase}"
                 await self.kill(worker, HANG, detail)
             pause_s = pause_s or timeout_s  # others may have waited for these, and are to come
+
+    def _laggards(self, called: Mapping[str, Signal]) -> list[Identity]:
+        """Workers that have not followed a call yet, and were not lost."""
+        late = self._membership.calls.laggards(called)
+        return [self.started[worker] for worker in late if worker in self.started]
 
     async def lose_nodes(self, why: Mapping[str, str]) -> None:
         """Writes off all workers of some nodes, and says why. What ends with a machine that answers

@@ -71,12 +71,40 @@ _SETTLED = 100
 """Phases after which a process has more than these behind it, though nobody here has seen it."""
 
 
+class _HeldUp:
+    """How long the one that watches was held up itself, by its `AwakeClock`. Where the container or
+    the machine stood still, so did all that is watched."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+        """The monotonic clock's lead over the `AwakeClock` at the first look."""
+        self._total_s = 0.0
+        self._begin_s = self._end_s = 0.0
+        """What came to it at the latest look, on the monotonic clock."""
+
+    def look(self, awake_s: float) -> None:
+        """It is `awake_s` on the `AwakeClock`."""
+        now_s = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now_s - awake_s
+        total_s = now_s - awake_s - self._first_s
+        self._begin_s, self._end_s = now_s - max(0.0, total_s - self._total_s), now_s
+        self._total_s = total_s
+
+    def until(self, time_s: float) -> float:
+        """Seconds up to `time_s` of the monotonic clock; no earlier than the look before the latest
+        one, as whoever is looked at each time needs."""
+        return self._total_s - max(0.0, self._end_s - max(self._begin_s, time_s))
+
+
 @dataclass(kw_only=True)
 class _Process:
     """A process that is watched."""
 
     worker: str
     pid: int
+    held_up: _HeldUp
+    """Of the one that watches."""
     heartbeat: HeartbeatReader | None = None
     unheard: bool = False
     """Its heartbeat could not be opened, and that was told."""
@@ -92,6 +120,8 @@ class _Process:
     """Its heartbeat, as it was sampled last."""
     starved_s: float = 0.0
     """How long it had had no core when it was first seen in its present phase."""
+    held_s: float = 0.0
+    """How long the one that watches had been held up when that phase began."""
     stays_s: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     """The latest long stays in phases of steps in which it waited for nobody."""
     batches: int = 0
@@ -110,6 +140,7 @@ class _Process:
         if before is not None and before.left == record.left:
             self._went_on(before, self._awake_s(before, record.phase_s))
         self.starved_s = read_starved_s(self.pid, record.thread)
+        self.held_s = self.held_up.until(record.phase_s)
 
     def place(self) -> Place | None:
         """Where it is in its step; None where that is not known."""
@@ -153,9 +184,11 @@ class _Process:
         return known and record.step >= first + _FIRST_STEPS
 
     def _awake_s(self, record: Record, until_s: float) -> float:
-        """How long it was in a phase, without the time in which it had no core."""
+        """How long it was in a phase, without the time in which it had no core, or the one that
+        watches was held up: a container that was paused accuses nobody."""
         starved_s = read_starved_s(self.pid, record.thread) - self.starved_s
-        return max(0.0, until_s - record.phase_s - starved_s)
+        held_s = self.held_up.until(until_s) - self.held_s
+        return max(0.0, until_s - record.phase_s - starved_s - held_s)
 
 
 class ProcessWatch:
@@ -168,6 +201,7 @@ class ProcessWatch:
     def __init__(self, freeze_timeout_s: float) -> None:
         self._freeze_timeout_s = freeze_timeout_s
         self._processes: dict[int, _Process] = {}
+        self._held_up = _HeldUp()
         self._already_dead: list[Death] = []
         self._poll = select.epoll()
         self._lock = threading.Lock()  # a pidfd may not be closed, and reused, while one signals it
@@ -216,7 +250,9 @@ class ProcessWatch:
             pidfd = os.pidfd_open(pid)
             # Read after it was opened: whose id has a new owner by now has ended, too.
             if born_ticks is None or read_born_ticks(pid) == born_ticks:
-                process = self._processes[pidfd] = _Process(worker=worker, pid=pid)
+                process = self._processes[pidfd] = _Process(
+                    worker=worker, pid=pid, held_up=self._held_up
+                )
                 self._poll.register(pidfd, select.EPOLLIN)
                 return process
             os.close(pidfd)
@@ -344,6 +380,8 @@ class ProcessWatch:
             awake_s: now, on the watcher's `AwakeClock`.
         """
         deaths: list[Death] = []
+        with self._lock:
+            self._held_up.look(awake_s)
         for pidfd, process in list(self._processes.items()):
             state = read_state(process.pid)
             if state is None or process.reported:

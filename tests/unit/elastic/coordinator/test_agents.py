@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -73,6 +74,14 @@ def test_a_lease_is_kept_by_calls_and_by_datagrams_alike(agents: NodeAgents) -> 
 
     assert lost_after(agents, 5, both) == {}
     assert lost_after(agents, 6, both).keys() == {"silent"}
+
+
+def test_a_pause_of_the_whole_run_hardly_counts(
+    agents: NodeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = iter([100.0, 100.5, 160.5])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    assert [agents.awake_s() for _ in range(3)] == [0.0, 0.5, 1.5]
 
 
 def test_a_lease_begins_with_the_first_beat(agents: NodeAgents) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,53 @@ def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
         return ended
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == [["a"], ["a", "b"]]
+
+
+def test_who_comes_while_the_agents_are_asked_is_spared(tmp_path: Path) -> None:
+    """That may take half a minute, for those of another node."""
+    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2))
+    calls = desk.membership.calls
+
+    class Slow(Places):
+        async def places(self, *args: Any) -> dict[str, Place | None]:
+            calls.followed("a")
+            return await super().places(*args)
+
+    agents = Slow({"a": False, "b": False})
+    stand_in: Any = agents
+    desk.workers._agents = stand_in
+    called = {worker: calls.sign(worker, "fault", broken=True) for worker in ("a", "b")}
+    asyncio.run(asyncio.wait_for(desk.workers.lose_laggards(called), PATIENCE_S))
+    assert agents.killed == ["b"]
+
+
+def test_time_in_which_the_coordinator_was_held_up_does_not_count(tmp_path: Path) -> None:
+    """With the whole run, where that was paused."""
+    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2))
+    calls = desk.membership.calls
+
+    class HeldUp(Places):
+        held, asked = True, 0
+
+        def awake_s(self) -> float:
+            self.asked += 1
+            return 0.0 if self.held else time.monotonic()
+
+    agents = HeldUp({"a": False})
+    stand_in: Any = agents
+    desk.workers._agents = stand_in
+    called = {"a": calls.sign("a", "fault", broken=True)}
+
+    async def run() -> None:
+        looking = asyncio.create_task(desk.workers.lose_laggards(called))
+        while agents.asked < 4:  # it has waited for twice the time that they have
+            await asyncio.sleep(0.01)
+        assert not agents.killed
+        agents.held = False
+        await looking
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    assert agents.killed == ["a"]
 
 
 def test_of_a_replica_that_does_not_come_who_waits_for_its_mate_is_spared(tmp_path: Path) -> None:

@@ -49,6 +49,10 @@ class Agents:
         self.recordings: dict[str, str] = {}
         self.log = ""
         self.asked: list[list[str]] = []
+        self.paused = False
+
+    def awake_s(self) -> float:
+        return 0.0 if self.paused else time.monotonic()
 
     async def places(self, nodes: Iterable[str]) -> dict[str, Place | None]:
         self.looks += 1
@@ -255,6 +259,13 @@ def test_before_some_steps_are_known_nobody_is_accused(tmp_path: Path) -> None:
         return await desk.killed(5 * LEAST_S)
 
     assert asyncio.run(run()) == []
+
+
+def test_while_the_run_was_paused_nobody_has_kept_a_step(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.doors.paused = True
+    asyncio.run(desk.stand_still(5 * LEAST_S))
+    assert not desk.agents.killed and not desk.doors.looks
 
 
 def test_whoever_moves_while_evidence_is_taken_is_left_alone(tmp_path: Path) -> None:

@@ -316,15 +316,21 @@ sys.stdin.readline()
 """
 
 
-def place_after(watch: ProcessWatch, process: subprocess.Popen[bytes], worker: str = "w0") -> Place:
-    """Where it is when it has done its steps, looked at as often as an agent does."""
+def place_after(
+    watch: ProcessWatch,
+    process: subprocess.Popen[bytes],
+    worker: str = "w0",
+    held_s: float = 0.0,
+) -> Place:
+    """Where it is when it has done its steps, looked at as often as an agent does, which was held
+    up before for `held_s`."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
     done = select.poll()  # takes any descriptor; `select` only the first thousand
     done.register(process.stdout, select.POLLIN)
     while not done.poll(100):
-        watch.frozen(time.monotonic())
+        watch.frozen(time.monotonic() - held_s)
     found = watch.places()[worker]
     assert found is not None
     return found
@@ -440,6 +446,38 @@ while time.monotonic() - begin < 2.0: pass
         process.stdin.flush()
     watch.watch("w0", processes[0][0].pid, processes[0][1])
     assert place_after(watch, processes[0][0]).in_phase_s < 1.5
+
+
+def test_time_in_which_the_watch_was_held_up_is_not_counted(start: Start) -> None:
+    """The whole container may have been paused. What follows counts again."""
+    watch = ProcessWatch(DEADLINE_S)
+    process, fd = start(step_by_step("heartbeat.mark(8, forward)"))
+    watch.watch("w0", process.pid, fd)
+
+    def in_phase_s() -> float:
+        place = watch.places()["w0"]
+        assert place is not None
+        return place.in_phase_s
+
+    watch.frozen(time.monotonic())
+    wait_until(lambda: in_phase_s() > 0.3)
+    watch.frozen(time.monotonic() - 1000.0)
+    assert in_phase_s() == 0.0
+    assert place_after(watch, process, held_s=1000.0).phase == "phase forward of step 8"
+    wait_until(lambda: in_phase_s() > 0.3)
+
+
+def test_a_pause_counts_neither_in_a_phase_that_it_found_begun(start: Start) -> None:
+    """Nobody had looked since that began."""
+    watch = ProcessWatch(DEADLINE_S)
+    process, fd = start("")
+    begun_s = time.monotonic()
+    watch.frozen(begun_s)
+    watch.watch("w0", process.pid, fd)
+    wait_until(lambda: time.monotonic() > begun_s + 0.3)
+    watch.frozen(time.monotonic() - 1000.0)
+    place = watch.places()["w0"]
+    assert place is not None and place.in_phase_s < 0.3
 
 
 def test_a_process_that_keeps_the_interpreters_lock_is_killed(start: Start) -> None:
