@@ -16,6 +16,10 @@ from health.reading import Reading
 _KEY = "oom_kill"
 """In all of these files."""
 
+RAY_MONITOR = "RAY_memory_monitor_refresh_ms"
+"""How often a raylet looks at how much memory is used, and ends processes for it before the kernel
+would; 0: never. A variable of its environment."""
+
 
 def read_oom_kills(
     at_s: float, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")

@@ -40,6 +40,7 @@ CHECKS: Mapping[str, Check] = {
     "clock": system_checks.check_clock,
     "disks": system_checks.check_disks,
     "ports": system_checks.check_ports,
+    "memory monitor": system_checks.check_memory_monitor,
     "kernel log": system_checks.check_kernel_log,
 }
 """Those of the quick tier: name -> check, in the order in which they are shown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from elastic.doctor.gpu_checks import count_gpus
 from elastic.doctor.loads.disk import nearest_there
 from elastic.doctor.machine import Machine
 from health.kernel_log import open_kernel_log
+from health.oom_kills import RAY_MONITOR
 from health.signatures import find_signs
 from trainer.backend.efa_settings import plan_efa
 
@@ -98,6 +100,28 @@ def check_huge_pages(machine: Machine) -> Finding:
 
 
 _HUGE = "FI_EFA_USE_HUGE_PAGE"
+
+
+def check_memory_monitor(machine: Machine) -> Finding:
+    """Whether Ray leaves it to the kernel to end what takes too much memory, by the environment of
+    this user's raylets. What a head was given by --system-config does not show there."""
+    settings: set[str] = set()
+    for name in (machine.root / "proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if name.read_bytes() == b"raylet\n":
+                lines = name.with_name("environ").read_text(errors="replace").split("\0")
+                environment = dict(line.split("=", 1) for line in lines if "=" in line)
+                settings.add(environment.get(RAY_MONITOR, "not set"))
+    if settings <= {"0"}:
+        return Finding(check="memory monitor", result="off" if settings else "no raylet here")
+    return Finding(
+        check="memory monitor",
+        result=f"on ({RAY_MONITOR} {', '.join(sorted(settings))})",
+        severity="MONITOR",
+        meaning="where memory runs out, Ray ends a run's coordinator, supervisor and uploaders "
+        "first, then its newest process, and the one that takes it perhaps last",
+        fix=f"Start Ray with {RAY_MONITOR}=0 in its environment; the kernel takes the largest",
+    )
 
 
 def check_clock(machine: Machine) -> Finding:

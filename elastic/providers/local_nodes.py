@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from elastic.errors import ReplaceError
 from elastic.node_config import LocalNodes
 from elastic.providers.node_provider import NodeIdentity
+from health.oom_kills import RAY_MONITOR
 
 _START_TIMEOUT_S = 120.0
 
@@ -40,11 +41,12 @@ class LocalProvider:
             *(sys.executable, "-m", "ray.scripts.scripts", "start"),
             *("--address", self._address(), "--num-cpus", str(self._cpus)),
         ]
-        # Those that tell of this process of Ray's are not for a node; those that let it in are.
+        # Those that tell of this process of Ray's are not for a node; those that let it in are, and
+        # how its memory monitor is set.
         kept = {
             name: value
             for name, value in os.environ.items()
-            if not name.startswith("RAY_") or name.startswith("RAY_AUTH_")
+            if not name.startswith("RAY_") or name.startswith("RAY_AUTH_") or name == RAY_MONITOR
         }
         try:
             subprocess.run(

@@ -19,6 +19,7 @@ from ray._private.state import available_resources_per_node, state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic.protocol.rpc import Remote, last_line
+from health.oom_kills import RAY_MONITOR
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +37,16 @@ _Answer = TypeVar("_Answer")
 
 
 def connect() -> None:
-    """Joins the cluster, or starts one here, unless this process has done so."""
+    """Joins the cluster, or starts one here, unless this process has done so.
+
+    One that starts here has no memory monitor, unless the user's environment says otherwise: where
+    memory runs out, Ray's ends what restarts first, which is the coordinator, the supervisor and
+    the uploaders, then the newest process, and the worker at fault last. The kernel's takes the
+    largest. Other clusters need the same where they start (docs/clusters.md)."""
     if not ray.is_initialized():
         warn_of_silence()
+        if would_start_one():
+            os.environ.setdefault(RAY_MONITOR, "0")
         ray.init()
 
 

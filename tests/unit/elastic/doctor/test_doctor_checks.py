@@ -405,6 +405,27 @@ def test_a_folder_that_is_out_of_reach_hides_no_other(root: Path) -> None:
     assert found.severity == "MONITOR" and "Look at the mount" in found.fix
 
 
+@pytest.mark.parametrize(
+    ("settings", "severity", "result"),
+    [
+        ([], "OK", "no raylet here"),
+        ([None], "MONITOR", "on (RAY_memory_monitor_refresh_ms not set)"),
+        (["0"], "OK", "off"),
+        (["0", "250"], "MONITOR", "on (RAY_memory_monitor_refresh_ms 0, 250)"),
+    ],
+)
+def test_rays_memory_monitor_ends_the_wrong_ones(
+    root: Path, settings: list[str | None], severity: str, result: str
+) -> None:
+    """By the environment of each raylet; that of others says nothing."""
+    for pid, (name, setting) in enumerate([("python", None), *(("raylet", s) for s in settings)]):
+        write(root / f"proc/{pid}/comm", f"{name}\n")
+        own = "" if setting is None else f"RAY_memory_monitor_refresh_ms={setting}\0"
+        write(root / f"proc/{pid}/environ", f"HOME=/root\0{own}LANG=C\0")
+    found = findings(look_at(root))["memory monitor"]
+    assert (found.severity, found.result) == (severity, result)
+
+
 def test_a_check_that_hangs_holds_up_nobody(root: Path) -> None:
     never = threading.Event()
 

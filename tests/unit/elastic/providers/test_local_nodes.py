@@ -15,6 +15,7 @@ from elastic.node_config import LocalNodes
 from elastic.providers import local_nodes
 from elastic.providers.local_nodes import LocalProvider
 from elastic.providers.node_provider import NodeIdentity
+from health.oom_kills import RAY_MONITOR
 
 RAY_START = """
 import json, os, sys, threading
@@ -79,12 +80,19 @@ def test_the_nodes_are_ended_and_each_call_starts_another(desk: Desk) -> None:
 def test_the_node_is_let_in_and_not_taken_for_this_process_of_rays(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_JOB_ID", "RAY_RAYLET_PID", "ARRAY_SIZE"):
+    for name in (
+        "RAY_AUTH_MODE",
+        "RAY_AUTH_TOKEN",
+        "RAY_JOB_ID",
+        "RAY_RAYLET_PID",
+        "ARRAY_SIZE",
+        RAY_MONITOR,
+    ):
         monkeypatch.setenv(name, "set")
     desk.replace()
     (start,) = desk.starts
     given = {name for name in start["variables"] if "RAY_" in name}
-    assert given == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "ARRAY_SIZE"}
+    assert given == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "ARRAY_SIZE", RAY_MONITOR}
 
 
 def test_a_start_that_fails_says_how(desk: Desk) -> None:
