@@ -18,6 +18,7 @@ from ray.train import Checkpoint, Result, RunConfig
 from checkpointing import CheckpointConfig, Manifest, S3Config, Snapshot, StorePlace
 from checkpointing.config import Resume
 from checkpointing.stores.s3.config import SETTINGS
+from checkpointing.whole_file import write_whole
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
 from elastic.coordinator.config import CoordinatorConfig
@@ -53,6 +54,7 @@ from elastic.driver.running import (
     follow,
     has_finished,
     is_leaving,
+    is_starting,
     look_for_end,
     may_be_going_on,
 )
@@ -177,13 +179,14 @@ class Launch:
 
     def _claim(self, paths: RunPaths) -> None:
         """Ends what lives on of a start whose supervisor is gone, before it is looked what there is
-        to go on from: its workers train, and its coordinator commits. The run's lock is held.
+        to go on from: its workers train, and its coordinator commits. The run's lock is held, and
+        not for long where the supervisor of a start of a moment ago waits for it: that would end.
 
         Raises:
             RunGoesOnError: see `_end_leftovers`.
         """
         moves = self.checkpoint.resume == "never" and paths.root.exists()
-        if moves or may_be_going_on(paths):
+        if moves or may_be_going_on(paths) or is_starting(paths):
             connect()
             _end_leftovers(paths)
 
@@ -288,6 +291,7 @@ class Launch:
         prefix = paths.prefix_of(attempt)
         config = self._coordinator_config(paths, ready, plan, prefix)
         observer = Observer(paths, self.callbacks)
+        write_whole(paths.starting, repr(config.started.time), durable=True)
         try:
             coordinator = start_actor(
                 Coordinator,

@@ -26,7 +26,7 @@ from elastic.protocol.supervisor_api import WAIT_S, Ending, SupervisorApi
 from elastic.ray_compat.cluster import NAMESPACE, find_actor
 from elastic.ray_compat.kept import kept_stop
 from elastic.reporting.conclusion import recorded_ending
-from elastic.reporting.event_log import last_event, read_events
+from elastic.reporting.event_log import has_begun, last_event, read_events
 from elastic.reporting.report import Report
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
@@ -45,6 +45,14 @@ that its machine is gone, and some more to start it on another."""
 def may_be_going_on(paths: RunPaths) -> bool:
     """Whether the records of a run have no end yet. Needs no cluster."""
     return paths.events.exists() and not isinstance(last_event(paths.events), RunEnded)
+
+
+def is_starting(paths: RunPaths) -> bool:
+    """Whether a start was asked for that the records do not tell of yet, or that was lost on the
+    way. Needs no cluster."""
+    if not paths.starting.exists():
+        return False
+    return not has_begun(paths.events, float(paths.starting.read_text()))
 
 
 def has_finished(paths: RunPaths) -> bool:

@@ -43,6 +43,12 @@ class RunPaths:
         return self.root / "run.json"
 
     @property
+    def starting(self) -> Path:
+        """When the newest start was asked for: the `time` of its `RunStarted`, which its
+        coordinator writes down some seconds later."""
+        return self.root / "starting"
+
+    @property
     def lock(self) -> Path:
         """Locked by the driver of the run; beside the directory, which may be moved."""
         return self.root.with_name(f".{self.root.name}.lock")

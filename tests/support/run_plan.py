@@ -46,17 +46,22 @@ def run_plan(paths: RunPaths, coordinator: Remote[Any]) -> RunPlan:
     )
 
 
+def ready_to_start(task: Any) -> _Ready:
+    """A run from the seed, prepared."""
+    return _Ready(
+        identity=RunIdentity(id="this run"),
+        model={},
+        origin=Origin(stored=None, snapshot=None, passed=None),
+        task=task,
+        flops_per_token={},
+    )
+
+
 def told_to_the_coordinator(trainer: ElasticTrainer, storage: Path) -> CoordinatorConfig:
     """Of a run from the seed that has room for one replica."""
     return Launch(**vars(trainer))._coordinator_config(
         RunPaths(root=storage / "run", store=trainer.checkpoint.place("run")),
-        _Ready(
-            identity=RunIdentity(id="this run"),
-            model={},
-            origin=Origin(stored=None, snapshot=None, passed=None),
-            task=trainer.train.task,
-            flops_per_token={},
-        ),
+        ready_to_start(trainer.train.task),
         WorkerPlan(replicas=1, spares=0),
         "run/",
     )

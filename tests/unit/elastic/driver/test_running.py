@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from ray.train import RunConfig
+from torch import nn
 
+from elastic import CustomTask, ElasticTrainer, TrainConfig
+from elastic.config import WorkerPlan
 from elastic.driver import launch, running
+from elastic.driver.launch import Launch
 from elastic.driver.observer import Observer
+from elastic.driver.resume import run_directory
 from elastic.driver.running import find_run, follow
 from elastic.errors import RunFailedError, RunGoesOnError, RunStoppedError
 from elastic.protocol.events import (
@@ -28,9 +35,15 @@ from elastic.protocol.supervisor_api import About, Ending, SupervisorApi
 from elastic.ray_compat.kept import keep_stop
 from elastic.reporting.event_log import EventLog
 from tests.support.kept_in_memory import KeptInMemory
-from tests.support.run_plan import run_plan
+from tests.support.run_plan import ready_to_start, run_plan
 
 STARTED = RunStarted(time=1.0, name="r", layout={}, steps=9, start_step=0, versions={})
+FINISHED = RunEnded(time=2.0, step=9, outcome="finished", error=None)
+TASK = CustomTask(
+    build_model=lambda: nn.Linear(3, 2),
+    loss_function=lambda model, batch: (model(batch).sum(), 1),
+    dataset=[0],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +104,7 @@ def test_a_run_is_done_only_where_it_is_known_to_have_finished(
 def test_a_run_that_has_finished_is_done(paths: RunPaths) -> None:
     with EventLog(paths.events) as log:
         log.append(STARTED)
-        log.append(RunEnded(time=2.0, step=9, outcome="finished", error=None))
+        log.append(FINISHED)
     report = follow(Over(Ending(error=None)), Remote(None), "run/", Observer(paths, ()))
     assert report.outcome == "finished"
 
@@ -163,6 +176,43 @@ def test_who_waits_for_such_a_run_leaves_it_where_somebody_ends_it(
             launch._find_run_to_attach(paths, "auto")
         run.over, run.waits = False, [lambda: log.append(by_hand)]
         assert launch._find_run_to_attach(paths, "auto") is run
+
+
+@pytest.mark.parametrize("earlier", [[], [STARTED, FINISHED]])
+def test_a_start_of_a_moment_ago_is_looked_for_before_anything_is_prepared(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, earlier: list[Event]
+) -> None:
+    """Its supervisor waits for the lock, and the run would end while another driver prepares: the
+    records tell of a start once its coordinator is there."""
+    KeptInMemory(monkeypatch)
+    there = dict[str, Remote[Any]]()
+
+    def start_actor(cls: Any, *, name: str, **options: Any) -> Callable[..., Remote[Any]]:
+        return lambda *given: there.setdefault(name, Remote(None))
+
+    monkeypatch.setattr(launch, "start_actor", start_actor)
+    monkeypatch.setattr(launch, "find_run", lambda paths: there.get(paths.key))
+    monkeypatch.setattr(launch, "wait_for_workers", lambda *_: WorkerPlan(replicas=1, spares=0))
+    monkeypatch.setattr(launch, "most_on_a_node", lambda resource: 0.0)
+    for asked in ("connect", "end_all", "check_nodes", "check_spares"):
+        monkeypatch.setattr(launch, asked, lambda *_: None)
+    run_config = RunConfig(name=paths.root.name, storage_path=str(paths.root.parent))
+    trainer = ElasticTrainer(TrainConfig(task=TASK, steps=1, global_batch=1), run_config=run_config)
+    first, second = Launch(**vars(trainer)), Launch(**vars(trainer))
+    for event in earlier:
+        with EventLog(paths.events) as log:
+            log.append(event)
+    with run_directory(run_config, trainer.checkpoint, first._claim):
+        first._start(paths, ready_to_start(TASK))
+    monkeypatch.setattr(second, "_prepare", lambda paths: pytest.fail("it holds the lock"))
+    with pytest.raises(RunGoesOnError, match="has just been started"):
+        second.fit(detach=False)
+    began = replace(STARTED, time=float(paths.starting.read_text()))
+    with EventLog(paths.events) as log:
+        for event in (began, replace(FINISHED, time=began.time + 1.0)):
+            log.append(event)
+    monkeypatch.setattr(launch, "connect", lambda: pytest.fail("it is over: no cluster is needed"))
+    second._claim(paths)
 
 
 def test_a_supervisor_that_is_frozen_holds_up_nobody_for_ever(
