@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -174,6 +175,10 @@ class HealthConfig:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if number and not value > 0:  # nor NaN
                 raise ConfigError(f"health.{name}", value, "not positive", "Use a positive number")
+            if number and name.endswith("_timeout_s") and math.isinf(value):
+                none = "None for no bound, or " if name == "progress_timeout_s" else ""
+                fix = f"Use {none}a number of seconds: 86400 is a day"
+                raise ConfigError(f"health.{name}", value, "torch and Ray cannot wait so long", fix)
         if self.node_timeout_s <= 2 * self.node_beat_s:
             raise ConfigError(
                 "health.node_timeout_s",

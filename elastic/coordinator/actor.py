@@ -384,7 +384,6 @@ class Coordinator(CoordinatorApi):
             self._give_up_after(replayed.recorded, only_own=True)
         _once_answered(lambda: self._pulses.replay(replayed.happened))
         snapshots = self._snapshots if self.config.in_memory else None
-        freeze_timeout_s = self.config.health.freeze_timeout_s
         return Failover(
             replayed,
             self._membership,
@@ -393,8 +392,7 @@ class Coordinator(CoordinatorApi):
             self._arrivals,
             snapshots,
             FIRST_START_S,
-            LOCKED_TIMES * freeze_timeout_s,
-            freeze_timeout_s,
+            LOCKED_TIMES * self.config.health.freeze_timeout_s,
             lambda nodes: self._replacements.not_lost(
                 nodes, max(replayed.newest_s, self.config.started.time)
             ),

@@ -52,7 +52,6 @@ class Failover:
         snapshots: looks for what the nodes hold; None where the run takes none.
         silent_s: how long to wait, while nobody speaks, for workers whose nodes have no agent.
         locked_s: and for those that an agent watches: no heartbeat may stand still for longer.
-        survey_s: how long to wait for what the nodes say of snapshots.
         take_back: told of the nodes of workers that were written off and live.
         on_ready: called once the run is known.
     """
@@ -67,13 +66,11 @@ class Failover:
         snapshots: Snapshots | None,
         silent_s: float,
         locked_s: float,
-        survey_s: float,
         take_back: Callable[[Sequence[str]], None],
         on_ready: Callable[[], None],
     ) -> None:
         self._take_back = take_back
         self._silent_s, self._locked_s = min(silent_s, locked_s), locked_s
-        self._survey_s = survey_s
         self._on_ready = on_ready
         self._replayed, self._membership, self._dispatcher = replayed, membership, dispatcher
         self._workers, self._arrivals, self._snapshots = workers, arrivals, snapshots
@@ -172,7 +169,7 @@ class Failover:
 
     async def _look_for_snapshots(self) -> None:
         if self._snapshots is not None:
-            await self._snapshots.look_again(self._survey_s)
+            await self._snapshots.look_again()
 
     def _go_on(self, living: set[str]) -> None:
         replayed = self._replayed

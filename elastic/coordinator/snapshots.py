@@ -33,6 +33,10 @@ from elastic.ray_compat.cluster import start_actor
 
 log = logging.getLogger(__name__)
 
+_SURVEY_S = 10.0
+"""How long a coordinator that was started anew waits for what the nodes' memory holds: each starts
+a process to tell, and the run decides nothing meanwhile."""
+
 _Args = ParamSpec("_Args")
 
 
@@ -73,11 +77,11 @@ class Snapshots:
         """Those of them of which parts may lie about since the nodes last made room."""
         self._begin(found)
 
-    async def look_again(self, timeout_s: float) -> None:
-        """The coordinator was started anew: goes on from what the nodes say, within `timeout_s`,
+    async def look_again(self) -> None:
+        """The coordinator was started anew: goes on from what the nodes say, within `_SURVEY_S`,
         that their memory holds."""
         try:
-            found = await asyncio.to_thread(find_snapshot, self._paths, timeout_s=timeout_s)
+            found = await asyncio.to_thread(find_snapshot, self._paths, timeout_s=_SURVEY_S)
         except (ray.exceptions.RayError, OSError) as error:
             log.warning("what the nodes' memory holds is not known: %s", error)
             return

@@ -77,6 +77,20 @@ def test_no_bound_of_health_is_nan(name: str) -> None:
         HealthConfig(**{name: math.nan}).check()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "name", [f.name for f in fields(HealthConfig) if f.name.endswith("_timeout_s")]
+)
+def test_no_wait_of_health_is_without_end(name: str) -> None:
+    """Ray and torch count it in whole milliseconds: the run would end where one is waited for."""
+    with pytest.raises(ConfigError) as caught:
+        HealthConfig(**{name: math.inf}).check()  # type: ignore[arg-type]
+    none = "None for no bound, or " if name == "progress_timeout_s" else ""
+    assert str(caught.value) == (
+        f"health.{name} = inf: torch and Ray cannot wait so long. "
+        f"Use {none}a number of seconds: 86400 is a day."
+    )
+
+
 def test_nor_one_of_training() -> None:
     with pytest.raises(ConfigError, match=r"health\.training\.loss_sigmas = nan: not positive"):
         HealthConfig(training=TrainingHealthConfig(loss_sigmas=math.nan)).check()

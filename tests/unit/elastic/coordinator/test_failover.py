@@ -76,9 +76,9 @@ class SlowSnapshots:
     def __init__(self, membership: Membership) -> None:
         self.membership, self.asked, self.answer = membership, asyncio.Event(), asyncio.Event()
 
-    async def look_again(self, timeout_s: float) -> None:
+    async def look_again(self) -> None:
         self.asked.set()
-        await asyncio.wait_for(self.answer.wait(), timeout_s)
+        await asyncio.wait_for(self.answer.wait(), 10.0)
         self.membership.progress.snapshotted(SNAPSHOT)
 
 
@@ -206,7 +206,6 @@ class Desk:
             snapshots,
             silent_s,
             locked_s,
-            10.0,
             self.taken_back.extend,
             lambda: self.ready.append(self.dispatcher.ready.is_set()),
         )

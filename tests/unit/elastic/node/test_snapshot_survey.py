@@ -51,10 +51,10 @@ def test_damaged_records_and_a_storage_that_refuses_end_nothing(
     snapshots = Snapshots(
         paths, Progress(), nothing, nothing, versions={}, found=nothing, timeout_s=1.0
     )
-    asked = list[str]()
+    bounds = list[float]()
 
     def survey(ask: object, folder: str, *args: object, timeout_s: float) -> dict[str, Stock]:
-        asked.append(folder)
+        bounds.append(timeout_s)
         return {}
 
     monkeypatch.setattr(snapshot_survey, "live_nodes", tuple)
@@ -62,11 +62,11 @@ def test_damaged_records_and_a_storage_that_refuses_end_nothing(
     end(paths, "failed", SAVED)
     with paths.events.open("a") as file:
         file.write("damaged\n")
-    asyncio.run(snapshots.look_again(1.0))
+    asyncio.run(snapshots.look_again())
     paths.events.unlink()
     paths.events.mkdir()
-    asyncio.run(snapshots.look_again(1.0))
-    assert len(asked) == 2
+    asyncio.run(snapshots.look_again())
+    assert bounds == [10.0, 10.0], "whatever the run's own bounds: each node starts a process"
 
 
 def test_a_run_that_is_stopped_before_anyone_holds_state_keeps_its_snapshots(
