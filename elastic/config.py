@@ -8,8 +8,12 @@ from typing import Literal
 
 from elastic.node_config import NodesConfig
 from elastic.training_config import TrainingHealthConfig
+from health.questions import ANSWER_S
 from trainer.config import ParallelConfig
 from trainer.errors import ConfigError, check_types
+
+_SUPERVISOR_RENEWALS = 4
+"""Times that the supervisor is heard within the shortest `supervisor_timeout_s`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +147,9 @@ class HealthConfig:
     """A node that was not heard for this long, more than twice `node_beat_s`, is lost; cut off from
     the coordinator for as long, it ends its workers itself."""
     supervisor_timeout_s: float = 600.0
-    """A run whose supervisor was not heard for this long ends itself. Where it is lost, Ray starts
-    another, once its head node is there to do it."""
+    """A run whose supervisor was not heard for this long ends itself. A supervisor is heard every
+    5 s, so 20 is the least. Where it is lost, Ray starts another, once its head node is there to do
+    it, so this must be longer than that takes: a minute and a half where a machine vanishes."""
     preflight: bool | Literal["full"] = True
     """Each machine is looked at before its workers get a place, while they start: the quick checks
     of `elastic doctor`. On one with a GPU that has failed none gets any, and it is suspect; all
@@ -185,6 +190,14 @@ class HealthConfig:
                 self.node_timeout_s,
                 f"one late beat of node_beat_s = {self.node_beat_s:g} would lose a node",
                 f"Use more than {2 * self.node_beat_s:g}",
+            )
+        least_s = _SUPERVISOR_RENEWALS * ANSWER_S
+        if self.supervisor_timeout_s < least_s:
+            raise ConfigError(
+                "health.supervisor_timeout_s",
+                self.supervisor_timeout_s,
+                f"a supervisor that lives is heard every {ANSWER_S:g} s, or somewhat later",
+                f"Use {least_s:g} or more",
             )
         self.training.check(self.max_nonfinite_steps)
         if self.replace_nodes != "tell":

@@ -280,10 +280,13 @@ def test_a_coordinator_that_has_neither_supervisor_nor_workers_ends(
     prefix, task = "alone/", CustomTask(build_model=model, loss_function=summed_loss, dataset=[0])
     trainer = ElasticTrainer(
         TrainConfig(task=task, steps=1, global_batch=1),
-        health=HealthConfig(supervisor_timeout_s=1.0),
         run_config=RunConfig(name="run", storage_path=str(tmp_path)),
     )
-    config = replace(told_to_the_coordinator(trainer, tmp_path), prefix=prefix)
+    config = replace(
+        told_to_the_coordinator(trainer, tmp_path),
+        prefix=prefix,
+        health=HealthConfig(supervisor_timeout_s=1.0),
+    )
     start_actor(Coordinator, max_concurrency=10, restarts=True, name=f"{prefix}coordinator")(
         Kept.keep(f"{prefix}config", config)
     )

@@ -91,6 +91,17 @@ def test_no_wait_of_health_is_without_end(name: str) -> None:
     )
 
 
+def test_a_supervisor_that_lives_does_not_end_its_run() -> None:
+    """It is heard every 5.0 to 5.5 s: with less, every run would end itself."""
+    HealthConfig(supervisor_timeout_s=20.0).check()
+    with pytest.raises(ConfigError) as caught:
+        HealthConfig(supervisor_timeout_s=19.0).check()
+    assert str(caught.value) == (
+        "health.supervisor_timeout_s = 19.0: a supervisor that lives is heard every 5 s, "
+        "or somewhat later. Use 20 or more."
+    )
+
+
 def test_nor_one_of_training() -> None:
     with pytest.raises(ConfigError, match=r"health\.training\.loss_sigmas = nan: not positive"):
         HealthConfig(training=TrainingHealthConfig(loss_sigmas=math.nan)).check()
