@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import product
+from math import inf
 
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.dispatcher import Dispatcher
@@ -119,7 +120,7 @@ class Remedies:
         lost, self._lost = self._lost, []
         now, begin = time.time(), lost[0].time - BEFORE_S
         workers = [event.worker for event in lost]
-        facts = self._facts.between(begin, now, workers)
+        facts = self._facts.between(begin, inf, workers)  # all since: the clock may be set back
         # What machines show without a loss is met when they tell: it has not come again.
         signs = [sign for sign in facts.signs if sign.source != "loss"]
         stands = self._standing_verdicts(replace(facts, signs=signs))

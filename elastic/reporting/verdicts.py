@@ -10,7 +10,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from elastic.protocol import causes
 from elastic.protocol.events import (
@@ -115,6 +114,9 @@ class EventFacts:
         self._groups: list[CrossGroupLost] = []
         self.stragglers: list[StragglersFound] = []
         """That were found, in order of time."""
+        self._shown: dict[str, SignsChanged] = {}
+        """Node -> what it shows, in the order in which they told: clocks are set back; of those
+        that show something."""
         self._told: list[SignsChanged] = []
         """In order of time."""
         self._passed = 0
@@ -145,7 +147,11 @@ class EventFacts:
             self._back.discard(event.worker)
         elif isinstance(event, SignsChanged):
             self._names |= dict.fromkeys((*event.names, event.node), event.node)
-            insort(self._told, event, key=_time)
+            _show(self._shown, event)
+            at = bisect_right(self._told, event.time, key=_time)
+            self._told.insert(at, event)
+            if at < self._passed:  # the clock was set back
+                self._passed, self._stood = 0, dict(self._base)
         elif isinstance(event, CrossGroupLost):
             insort(self._groups, event, key=_time)
         elif isinstance(event, StragglersFound):
@@ -213,11 +219,10 @@ class EventFacts:
         """What the machines show at the end, of those who were not lost."""
         here = self._nodes.keys() - (self._lost.keys() - self._back)
         nodes = {worker: self._nodes[worker] for worker in here}
-        self._stand_at(inf)
         live = {*nodes.values()}
         return Facts(
             signs=_signs_of_nodes(
-                [self._stood[node] for node in sorted(self._stood.keys() & live)]
+                [self._shown[node] for node in sorted(self._shown.keys() & live)]
             ),
             nodes=nodes,
             replicas={w: replica for w, replica in self._replicas.items() if w in here},
@@ -227,10 +232,9 @@ class EventFacts:
     def told(self) -> set[tuple[str, str | None]]:
         """Each sign that machines have told last, by its name, and the machine that it accuses;
         also of machines that have lost all their workers."""
-        self._stand_at(inf)
         return {
             (sign.name, self._names.get(sign.peer) if sign.peer else sign.node)
-            for sign in _signs_of_nodes(self._stood.values())
+            for sign in _signs_of_nodes(self._shown.values())
         }
 
     def _is_gone(self, node: str, time: float) -> bool:
@@ -247,15 +251,19 @@ class EventFacts:
         if upto < self._passed:
             self._passed, self._stood = 0, dict(self._base)
         for event in self._told[self._passed : upto]:
-            if event.signs:
-                self._stood[event.node] = event
-            else:
-                self._stood.pop(event.node, None)
+            _show(self._stood, event)
         self._passed = upto
 
 
 def _time(event: Event) -> float:
     return event.time
+
+
+def _show(shown: dict[str, SignsChanged], event: SignsChanged) -> None:
+    if event.signs:
+        shown[event.node] = event
+    else:
+        shown.pop(event.node, None)
 
 
 def _signs_of_loss(event: WorkerLost) -> Iterator[Sign]:

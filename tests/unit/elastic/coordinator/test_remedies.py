@@ -130,9 +130,9 @@ class Desk(CoordinatorDesk):
                 )
             )
 
-    def shows(self, node: str, *signs: Sign) -> None:
-        told = [replace(sign, node=node).to_json() for sign in signs]
-        self.records.note(events.SignsChanged(time=time.time(), node=node, names=[], signs=told))
+    def shows(self, node: str, *signs: Sign, ahead_s: float = 0.0) -> None:
+        told, now = [replace(sign, node=node).to_json() for sign in signs], time.time() + ahead_s
+        self.records.note(events.SignsChanged(time=now, node=node, names=[], signs=told))
 
     async def lose(self, *workers: str, cause: Cause = CRASH) -> None:
         for worker in workers:
@@ -370,6 +370,22 @@ def test_a_loss_that_a_standing_reading_explains_is_met_though_that_was_met(tmp_
         ("gpu_error", []),
         ("gpu_error", ["b"]),
     ]
+
+
+def test_a_loss_is_explained_by_what_was_shown_before_the_clock_was_set_back(
+    tmp_path: Path,
+) -> None:
+    desk = Desk(tmp_path, tells=True)
+
+    async def story() -> None:
+        desk.shows("B", XID, ahead_s=3600.0)
+        await desk.settle()
+        await desk.lose("b")
+        while not desk.met():
+            await asyncio.sleep(0.005)
+
+    desk.run(story)
+    assert [(one.cause, one.workers) for one in desk.met()] == [("gpu_error", ["b"])]
 
 
 def test_two_sources_that_agree_act(tmp_path: Path) -> None:

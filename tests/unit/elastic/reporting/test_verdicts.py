@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -295,6 +296,30 @@ def test_facts_of_a_run_that_goes_on_are_those_of_its_whole_record() -> None:
             ("gpu_lost", "n2"),
             ("xid_79", "n4"),
         }
+
+
+def test_what_machines_show_goes_by_the_order_in_which_they_told() -> None:
+    """The coordinator's clock may be set back."""
+    joined = [
+        WorkerJoined(time=0.0, worker=f"w{i}", node=f"n{i}", pid=i, born_ticks=None) for i in (1, 2)
+    ]
+    facts = EventFacts([*joined, shows("n1", 500.0, GPU_LOST), shows("n1", 1000.0, XID)])
+
+    def shown() -> set[str]:
+        names = {sign.name for sign in facts.standing().signs}
+        assert names == {name for name, _ in facts.told()}
+        return names
+
+    assert shown() == {"xid_79"}
+    facts.between(1000.0 + 2 * BEFORE_S, 2000.0, [])
+    other = replace(XID, name="xid_48", node="n2")
+    facts.take(shows("n2", 700.0, other))
+    assert shown() == {"xid_79", "xid_48"}
+    assert {s.name for s in facts.between(1100.0, inf, []).signs} == {"xid_79", "xid_48"}
+    facts.take(shows("n1", 701.0))
+    assert shown() == {"xid_48"}
+    facts.forget_before(2000.0)
+    assert shown() == {"xid_48"}
 
 
 def test_facts_of_many_incidents_look_at_no_machine_that_shows_nothing(
