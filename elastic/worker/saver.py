@@ -105,7 +105,8 @@ class Saver:
         begun_s, workers = time.monotonic(), self._job.train.parallel.workers
         share, buffer = share_of(run, engine), self._free_buffer(run, engine)
         rank = run.position * workers + engine.rank
-        begun_at, copy = time.time(), engine.state.copy_to(buffer, share)
+        begun_at, since_s = time.time(), time.monotonic()
+        copy = engine.state.copy_to(buffer, share)
         upload = Upload(
             place="store",
             pid=self._identity.pid,
@@ -121,13 +122,16 @@ class Saver:
             begun_at=begun_at,
         )
         for place in places:
-            self._begin(replace(upload, place=place), buffer, copy)
+            self._begin(replace(upload, place=place), buffer, copy, since_s)
         if "store" in places:
             self._clock.saved(held_s=time.monotonic() - begun_s)
 
-    def _begin(self, upload: Upload, buffer: HostBuffer, copy: Copy) -> None:
+    def _begin(self, upload: Upload, buffer: HostBuffer, copy: Copy, since_s: float) -> None:
         thread = threading.Thread(
-            target=self._write, args=(upload, copy), name=f"save to {upload.place}", daemon=True
+            target=self._write,
+            args=(upload, copy, since_s),
+            name=f"save to {upload.place}",
+            daemon=True,
         )
         self._writing[upload.place] = thread, buffer
         thread.start()
@@ -194,7 +198,7 @@ class Saver:
     def _is_busy(self, place: Place) -> bool:
         return place in self._writing and self._writing[place][0].is_alive()
 
-    def _write(self, upload: Upload, copy: Copy) -> None:
+    def _write(self, upload: Upload, copy: Copy, since_s: float) -> None:
         try:
             copy.wait()
             self._outbox.flush()  # a checkpoint must not count before its steps are in the records
@@ -212,7 +216,7 @@ class Saver:
             self.hand_in_again = partial(
                 hand_in, self._coordinator, upload, written.receipt, self._identity.node
             )
-            self._clock.written(write_s=time.time() - upload.begun_at, held_s=copy.held_s)
+            self._clock.written(write_s=time.monotonic() - since_s, held_s=copy.held_s)
 
     def _upload(self, upload: Upload) -> Written | None:
         """Has the node's uploader write; where that dies, the one that takes its place."""
