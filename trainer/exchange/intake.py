@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,12 @@ from checkpointing import (
     AlreadyCommittedError,
     Keys,
     Manifest,
+    NotCommittedError,
     Receipt,
+    SliceError,
+    StaleGenerationError,
     Store,
+    StoreError,
     TensorSlice,
     claim_for_import,
     commit,
@@ -33,6 +38,9 @@ from trainer.exchange.pieces import pieces_of
 
 _WIDENED = {"bfloat16": "float32", "float16": "float32"}
 """Element types that float32 holds exactly; trainable parameters are kept in float32."""
+
+_BEFORE_THE_RECORD = (SliceError, NotCommittedError, StaleGenerationError)
+"""What `commit` raises before it writes the record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +83,9 @@ def commit_incoming(
 ) -> Manifest:
     """Writes what comes in as the checkpoint of `step` and commits it. One process calls it.
 
-    About a segment is in memory at a time. Killed before the end it leaves no checkpoint. Another
-    import, and a run that goes on in the same store, do no harm: see
-    `checkpointing/retention/claims.py`.
+    About a segment is in memory at a time. Killed before the end it leaves no checkpoint; where it
+    fails, it takes what it wrote with it. Another import, and a run that goes on in the same store,
+    do no harm: see `checkpointing/retention/claims.py`.
 
     Args:
         store: where to.
@@ -98,17 +106,27 @@ def commit_incoming(
             raise AlreadyCommittedError(step, f"there is {keys.commit(step)}")
         last = newest(store, keys)
         generation = 0 if last is None else last.generation
-        receipts = _write(store, keys, incoming, step, generation, segment_bytes)
-        still_ours()
-        return commit(
-            store,
-            keys,
-            step=step,
-            generation=generation,
-            receipts=receipts,
-            training_state={"step": step, "skipped_in_a_row": 0, **training_state},
-            versions={name: version(name) for name in ("torch", "safetensors")},
-        )
+        attempt, receipts, committing = secrets.randbits(31), list[Receipt](), False
+        try:
+            for receipt in _write(store, keys, incoming, step, generation, attempt, segment_bytes):
+                receipts.append(receipt)
+            still_ours()
+            committing = True
+            return commit(
+                store,
+                keys,
+                step=step,
+                generation=generation,
+                receipts=receipts,
+                training_state={"step": step, "skipped_in_a_row": 0, **training_state},
+                versions={name: version(name) for name in ("torch", "safetensors")},
+            )
+        except BaseException as error:
+            # After any other error of a commit the record may be there.
+            if not committing or isinstance(error, _BEFORE_THE_RECORD):
+                under_way = keys.attempt(len(receipts), step, generation, attempt)
+                _delete(store, receipts, under_way)
+            raise
 
 
 def _write(
@@ -117,24 +135,30 @@ def _write(
     incoming: Iterable[Incoming],
     step: int,
     generation: int,
+    attempt: int,
     segment_bytes: int,
-) -> list[Receipt]:
-    attempt, receipts, items = secrets.randbits(31), list[Receipt](), list(incoming)
+) -> Iterator[Receipt]:
+    items = list(incoming)
     batches = pack([slice_bytes(item.part) for item in items], segment_bytes)
     for number, batch in enumerate(batches):
-        receipts.append(
-            write_slices(
-                store,
-                keys,
-                rank=number,
-                step=step,
-                generation=generation,
-                attempt=attempt,
-                slices=[(items[one].part, _as_dtype(items[one])) for one in batch],
-                segment_bytes=segment_bytes,
-            )
+        yield write_slices(
+            store,
+            keys,
+            rank=number,
+            step=step,
+            generation=generation,
+            attempt=attempt,
+            slices=[(items[one].part, _as_dtype(items[one])) for one in batch],
+            segment_bytes=segment_bytes,
         )
-    return receipts
+
+
+def _delete(store: Store, receipts: Iterable[Receipt], under_way: str) -> None:
+    """Deletes segments that no record refers to: those of `receipts`, and of the one after them."""
+    written = [segment.key for receipt in receipts for segment in receipt.segments]
+    with contextlib.suppress(StoreError):  # then a start of the run does
+        store.delete_many(written)
+        store.delete_many(store.list(under_way))
 
 
 def _as_dtype(item: Incoming) -> torch.Tensor:
