@@ -67,6 +67,7 @@ from checkpointing.snapshots.host_memory import (
     settle_snapshot,
     sweep_given_up,
     sweep_snapshots,
+    take_over,
     take_stock,
 )
 from checkpointing.snapshots.index import Snapshot, SnapshotIndex, find_newest, plan_other_node
@@ -181,6 +182,7 @@ __all__ = [
     "sweep_given_up",
     "sweep_orphans",
     "sweep_snapshots",
+    "take_over",
     "take_stock",
     "tensors_sha256",
     "unpin",

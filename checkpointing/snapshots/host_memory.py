@@ -213,13 +213,12 @@ def sweep_given_up(store: LocalStore, step: int, generation: int) -> None:
 def take_stock(folder: Path, live: AbstractSet[str], node: str) -> Stock:
     """What `node` has of a run's snapshots, those of nodes that it takes the place of included.
 
-    A node that starts again has another name, and the memory of its machine. So a folder that
-    belongs to none of the `live` nodes goes to whoever of them looks first.
+    See `take_over`.
     """
     if not folder.is_dir():
         return Stock(manifests=(), sizes={})
     store, keys = open_memory(folder, node), Keys()
-    _adopt(folder, live, node)
+    take_over(folder, live, node)
     manifests = []
     for step in list_steps(store, keys):
         try:
@@ -246,8 +245,13 @@ def clear_memory(folder: Path) -> None:
         folder.parent.rmdir()
 
 
-def _adopt(folder: Path, live: AbstractSet[str], node: str) -> None:
-    """Moves the files of nodes that are gone to `node`; several nodes of a machine may try."""
+def take_over(folder: Path, live: AbstractSet[str], node: str) -> None:
+    """Moves the files of nodes that are gone to `node`, which sweeps them with its own.
+
+    A node that starts again has another name, and the memory of its machine. So a folder that
+    belongs to none of the `live` nodes goes to whoever of them looks first; several nodes of a
+    machine may try.
+    """
     with _locked(folder):
         orphans = [d for d in folder.iterdir() if d.name not in live and d.name != node]
         orphans.sort(key=lambda d: d.stat().st_mtime)  # of two records the newer one stays
@@ -256,7 +260,8 @@ def _adopt(folder: Path, live: AbstractSet[str], node: str) -> None:
                 target = folder / node / file.relative_to(orphan)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # the note of a writer that ends
-                    file.replace(target)
+                    if not target.exists() or target.stat().st_mtime <= file.stat().st_mtime:
+                        file.replace(target)
             shutil.rmtree(orphan)
 
 

@@ -24,12 +24,14 @@ from checkpointing import (
     settle_snapshot,
     sweep_given_up,
     sweep_snapshots,
+    take_over,
 )
 from checkpointing.format.segment import bad_block_of
 from elastic.node.helpers import announce
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote, last_line
 from elastic.protocol.saves import HeldSnapshot, HolderApi
+from elastic.ray_compat.cluster import live_nodes
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class SnapshotHolder(HolderApi):
 
     def __init__(self, coordinator: Remote[CoordinatorApi], folder: Path, node: str) -> None:
         self._folder, self._node = folder, node
+        self._take_over()
         announce(coordinator, node, "snapshot holder")
 
     def copy(self, source: Remote[HolderApi], segments: tuple[Segment, ...]) -> None:
@@ -75,12 +78,25 @@ class SnapshotHolder(HolderApi):
         settle_snapshot(open_memory(self._folder, self._node), manifest)
 
     def sweep(self, step: int, generation: int, keep: Manifest | None) -> None:
-        """See `sweep_snapshots`."""
+        """See `sweep_snapshots`. Room is short: Ray may not have known at this holder's start that
+        the machine's former node was gone."""
+        self._take_over()
         sweep_snapshots(open_memory(self._folder, self._node), step, generation, keep)
 
     def sweep_given_up(self, step: int, generation: int) -> None:
         """See `sweep_given_up`."""
         sweep_given_up(open_memory(self._folder, self._node), step, generation)
+
+    def _take_over(self) -> None:
+        """What nodes that are gone have left on this machine would take room for as long as the run
+        goes on: nobody else sweeps it."""
+        if all(there.name == self._node for there in self._folder.glob("*")):
+            return
+        try:
+            open_memory(self._folder, self._node)
+            take_over(self._folder, frozenset(live_nodes()), self._node)
+        except (OSError, CheckpointError, ray.exceptions.RayError) as error:
+            log.warning("what nodes that are gone have left in memory stays: %s", error)
 
 
 class HeldSegments:

@@ -277,6 +277,16 @@ def test_a_node_that_starts_again_takes_over_its_memory(folder: Path) -> None:
     assert reader.read_full("w").tolist() == [float(2 + i) for i in range(8)]
 
 
+def test_what_a_node_has_itself_is_not_replaced_by_what_an_earlier_one_left(folder: Path) -> None:
+    """The run goes on: it may have done the step again since."""
+    for name, generation in (("before", 1), (NODE, 2)):
+        store = open_memory(folder, name)
+        settle_snapshot(store, write(store, 4, generation))
+        os.utime(store.root / Keys().commit(4), (generation, generation))
+    (kept,) = take_stock(folder, {NODE}, NODE).manifests
+    assert kept.generation == 2
+
+
 def test_of_two_former_nodes_the_later_ones_record_stays(folder: Path) -> None:
     for age, (name, generation) in enumerate((("x", 1), ("w", 2))):
         store = open_memory(folder, name)

@@ -70,6 +70,30 @@ def test_a_run_that_goes_back_has_all_nodes_make_room(
         clear_memory(paths.memory)
 
 
+@pytest.mark.parametrize("known_later", [False, True])
+def test_what_the_machines_former_node_has_left_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known_later: bool
+) -> None:
+    """Its raylet was started anew, under another id; Ray may still take the old one for alive. The
+    memory of another node of the machine is its own."""
+    live = ["b", "now", *(["before"] if known_later else [])]
+    monkeypatch.setattr("elastic.node.snapshot_holder.announce", lambda *_: None)
+    monkeypatch.setattr("elastic.node.snapshot_holder.live_nodes", lambda: live)
+    folder = RunPaths(root=tmp_path).memory
+    try:
+        for node in ("before", "b"):
+            store = open_memory(folder, node)
+            write_state(store, {"w": torch.ones(2)}, step=STEP, generation=1)
+        holder = SnapshotHolder(Remote(None), folder, "now")
+        assert (folder / "before").exists() is known_later
+        live = ["b", "now"]
+        holder.sweep(STEP + 2, 1, None)
+        assert sorted(path.name for path in folder.iterdir()) == ["b", "now"]
+        assert open_memory(folder, "now").list("") == [] != open_memory(folder, "b").list("")
+    finally:
+        clear_memory(folder)
+
+
 def test_a_snapshot_that_no_worker_has_room_for_is_told_of_once(tmp_path: Path) -> None:
     """Machines are alike: where it is short of room, all say so."""
     happened: list[events.Event] = []
