@@ -77,17 +77,21 @@ def unpin(store: Store, keys: Keys, step: int) -> bool:
 
 
 def pinned_steps(store: Store, keys: Keys) -> frozenset[int]:
-    """Steps whose claim is a pin; one that cannot be read counts as one."""
-    return frozenset(s for s in _claimed(store, keys) if read_claim(store, keys, s) == "pinned")
+    """See `claimed_steps`."""
+    return claimed_steps(store, keys)[0]
 
 
-def importing_steps(store: Store, keys: Keys) -> frozenset[int]:
-    """Steps whose segments belong to an import that may be going on."""
-    return frozenset(
-        step
-        for step in _claimed(store, keys)
-        if _import_end(_read(store, keys, step)) > time.time() - _SKEW_S
-    )
+def claimed_steps(store: Store, keys: Keys) -> tuple[frozenset[int], frozenset[int]]:
+    """Steps whose claim is a pin, where one that cannot be read counts as one; and steps whose
+    segments belong to an import that may be going on. Each claim is read once."""
+    pinned, importing = set[int](), set[int]()
+    for step in _claimed(store, keys):
+        raw = _read(store, keys, step)
+        if _meaning(raw) == "pinned":
+            pinned.add(step)
+        elif _import_end(raw) > time.time() - _SKEW_S:
+            importing.add(step)
+    return frozenset(pinned), frozenset(importing)
 
 
 @contextmanager
@@ -140,7 +144,10 @@ def claim_for_deletion(store: Store, keys: Keys, step: int) -> None:
 
 def read_claim(store: Store, keys: Keys, step: int) -> Claim | None:
     """What is claimed about `step`; None for nothing. What cannot be read counts as a pin."""
-    raw = _read(store, keys, step)
+    return _meaning(_read(store, keys, step))
+
+
+def _meaning(raw: bytes | None) -> Claim | None:
     if raw is None:
         return None
     if _import_end(raw):

@@ -37,7 +37,7 @@ from collections.abc import Set as AbstractSet
 from checkpointing.errors import NotCommittedError, ProtectedError
 from checkpointing.format.layout import Keys
 from checkpointing.read.catalogue import is_foreign
-from checkpointing.retention.claims import claim_for_deletion, pinned_steps
+from checkpointing.retention.claims import claim_for_deletion
 from checkpointing.retention.survey import Survey, Surveyor
 from checkpointing.retention.verified_mark import forget_verified
 from checkpointing.stores import Store
@@ -139,7 +139,7 @@ def retire(
         (step for step in survey.steps if step <= up_to_step),
         keep_last,
         keep_every,
-        pinned_steps(store, keys),
+        survey.pinned,
         unreadable=survey.unreadable,
         verified=survey.verified,
         back_to=back_to,
@@ -195,7 +195,7 @@ def sweep_uncommitted(
     store, keys = surveyor.store, surveyor.keys
     written = store.list(keys.data) if segments else []
     noted = store.list(keys.commits)
-    survey = surveyor.survey()
+    survey = surveyor.survey(verified=False)
     if not survey.segments:
         return []
     limit = min(older_than_step, max(survey.segments))
@@ -207,15 +207,16 @@ def sweep_uncommitted(
     return sorted(expired)
 
 
-def sweep_orphans(store: Store, keys: Keys, generation: int) -> list[str]:
+def sweep_orphans(surveyor: Surveyor, generation: int) -> list[str]:
     """Deletes the segments that earlier generations wrote and nothing refers to, of any step.
 
     Called once at the start of a run, before anything is written: `generation` is the first that
     the run will have, and no writer of an earlier one can publish any more. Returns the keys.
     """
+    store, keys = surveyor.store, surveyor.keys
     written = {key: keys.generation_of(key) for key in store.list(keys.data)}
     mine = [key for key, wrote in written.items() if wrote is not None and wrote < generation]
-    expired = plan_segments(mine, Surveyor(store=store, keys=keys).survey(), keys)
+    expired = plan_segments(mine, surveyor.survey(verified=False), keys)
     store.delete_many(expired)
     return expired
 
@@ -229,7 +230,7 @@ def sweep_attempts(surveyor: Surveyor, gone: Callable[[int, int], bool]) -> None
         step, generation = keys.step_of(key), keys.generation_of(key)
         if step is not None and generation is not None and gone(step, generation):
             written.append(key)
-    store.delete_many(plan_segments(written, surveyor.survey(), keys))
+    store.delete_many(plan_segments(written, surveyor.survey(verified=False), keys))
 
 
 def _refuse_newest(step: int, survey: Survey) -> None:

@@ -9,7 +9,7 @@ from checkpointing.errors import CorruptError, MissingError, NotCommittedError
 from checkpointing.format.layout import Keys
 from checkpointing.format.manifest import Manifest
 from checkpointing.read.catalogue import SET_ASIDE, is_foreign, list_steps, load_manifest
-from checkpointing.retention.claims import importing_steps
+from checkpointing.retention.claims import claimed_steps
 from checkpointing.retention.verified_mark import verified_at
 from checkpointing.stores import Store
 
@@ -28,6 +28,8 @@ class Survey:
     """Segments of sound records that were: they are not the run's own, or it went back for them."""
     verified: frozenset[int] = frozenset()
     """Steps that were read and checked in whole."""
+    pinned: frozenset[int] = frozenset()
+    """Steps that somebody has claimed to keep; of some there may be no record."""
     importing: frozenset[int] = frozenset()
     """Steps that somebody may be importing."""
 
@@ -82,12 +84,12 @@ class Surveyor:
     _known: dict[int, _Record] = field(default_factory=dict)
     _aside_known: dict[str, frozenset[str] | None] = field(default_factory=dict)
 
-    def survey(self) -> Survey:
-        """What there is now.
+    def survey(self, *, verified: bool = True) -> Survey:
+        """What there is now; without `verified` the notes of what was checked are not read.
 
         Claims are read before records: an import lets go of its claim when its record is there.
         """
-        importing = importing_steps(self.store, self.keys)
+        pinned, importing = claimed_steps(self.store, self.keys)
         present, unreadable = set(list_steps(self.store, self.keys)), set[int]()
         known = self._known.copy()
         for step in known.keys() - present:
@@ -110,9 +112,17 @@ class Surveyor:
             unreadable=frozenset(unreadable),
             set_aside=frozenset(set_aside),
             aside=frozenset(aside),
-            verified=frozenset(self._verified(known, set(listed))),
+            verified=frozenset(self._verified(known, set(listed)) if verified else ()),
+            pinned=pinned,
             importing=importing,
         )
+
+    def load(self, step: int) -> Manifest:
+        """The record of `step`, which the next survey does not read again. Any thread may call it;
+        raises as `load_manifest` does."""
+        manifest = load_manifest(self.store, self.keys, step)
+        self._known[step] = _record(manifest)
+        return manifest
 
     def forget(self, step: int) -> None:
         """The record of `step` was deleted, or may be another one now, or a later one set aside."""

@@ -281,12 +281,12 @@ class Launch:
         check_spares(self.scaling, self.train.parallel)
         if self.scaling.device == "cuda" and not may_bring_nodes():
             check_kinds(self.train, accelerator_types())
-        tell("starting the run: coordinator, supervisor, workers")
         record_identity(paths, identity)
         if self.checkpoint.memory_every is not None and not paths.events.exists():
             clear_snapshots(paths)  # not before: a refused start may be of a run that goes on
-        set_others_aside(paths, origin, identity, model)
-        remove_orphans(paths, last_generation(origin) + 1)
+        surveyor = set_others_aside(paths, origin, identity, model)
+        remove_orphans(surveyor, last_generation(origin) + 1)
+        tell("starting the run: coordinator, supervisor, workers")
         attempt = secrets.randbits(31)
         prefix = paths.prefix_of(attempt)
         config = self._coordinator_config(paths, ready, plan, prefix)

@@ -7,6 +7,7 @@ import logging
 import os
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,9 +29,9 @@ from checkpointing import (
     Store,
     StoreError,
     StorePlace,
+    Surveyor,
     is_sound,
     list_steps,
-    load_manifest,
     open_store,
     set_aside,
     set_foreign_aside,
@@ -60,6 +61,9 @@ from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.task import PreparedTask
 
 log = logging.getLogger(__name__)
+
+_READS = 8
+"""Commit records that are read at once: on S3 a request each, and one may take 100 MB."""
 
 
 @contextmanager
@@ -384,9 +388,12 @@ def steps_done(paths: RunPaths) -> int:
     return 0 if last is None else last.step + 1
 
 
+_Kind = Literal["own", "given up", "foreign", "damaged", "gone"]
+
+
 def set_others_aside(
     paths: RunPaths, origin: Origin, identity: RunIdentity, model: StateTable | None
-) -> None:
+) -> Surveyor:
     """Moves commit records out of the way that the run does not go on from.
 
     Those of another run, model or version go wherever they stand, so that retention neither counts
@@ -399,27 +406,40 @@ def set_others_aside(
         origin: what the run goes on from.
         identity: of the run.
         model: what its state is; None where that is not known.
+
+    Returns:
+        For `remove_orphans`: it has read all records.
     """
     store, keys = open_store(paths.checkpoints), Keys()
+    surveyor, steps = Surveyor(store=store, keys=keys), list_steps(store, keys)
     stored, gave_up = origin.stored, partial(is_given_up, find_given_up(origin.happened), identity)
-    for step in list_steps(store, keys):
+    kind_of = partial(_kind, surveyor, identity, model, gave_up)
+    kinds = list[_Kind]()
+    with ThreadPoolExecutor(_READS, thread_name_prefix="records") as pool:
+        for kind in pool.map(kind_of, steps):
+            tell("looking at the checkpoints that are there", len(kinds), len(steps))
+            kinds.append(kind)
+    for step, kind in zip(steps, kinds, strict=True):
         later = stored is None or step > stored.step
-        kind = _kind(store, step, identity, model, gave_up)
         if kind in ("damaged", "given up") and later:
             set_aside(store, keys, step)
         elif kind == "foreign" or (kind == "own" and later):  # an import a moment ago
             set_foreign_aside(store, keys, step)
+        else:
+            continue
+        surveyor.forget(step)
+    return surveyor
 
 
 def _kind(
-    store: Store,
-    step: int,
+    surveyor: Surveyor,
     identity: RunIdentity,
     model: StateTable | None,
     gave_up: Callable[[Manifest], bool],
-) -> Literal["own", "given up", "foreign", "damaged", "gone"]:
+    step: int,
+) -> _Kind:
     try:
-        manifest = load_manifest(store, Keys(), step)
+        manifest = surveyor.load(step)
         check_own(manifest, identity, model)
         return "given up" if gave_up(manifest) else "own"
     except (CorruptError, IncompatibleError):
@@ -427,20 +447,21 @@ def _kind(
     except NotCommittedError:
         return "gone"
     try:
-        return "foreign" if is_sound(store.get(Keys().commit(step))) else "damaged"
+        return "foreign" if is_sound(surveyor.store.get(Keys().commit(step))) else "damaged"
     except MissingError:
         return "gone"
     except CorruptError:  # no file
         return "damaged"
 
 
-def remove_orphans(paths: RunPaths, generation: int) -> None:
+def remove_orphans(surveyor: Surveyor, generation: int) -> None:
     """Deletes what killed writers have left: uploads that did not end, and segments that no
-    checkpoint refers to, written before `generation`, the run's first."""
-    store = open_store(paths.checkpoints)
-    for key in store.abort_unfinished():
+    checkpoint refers to, written before `generation`, the run's first. `surveyor`: see
+    `set_others_aside`."""
+    tell("looking for what killed writers have left")
+    for key in surveyor.store.abort_unfinished():
         log.warning("removed what a killed writer had left of %s", key)
-    removed = sweep_orphans(store, Keys(), generation)
+    removed = sweep_orphans(surveyor, generation)
     if removed:
         tell(f"removed {len(removed)} segments of checkpoints that were never committed")
 

@@ -314,7 +314,7 @@ def test_the_importer(
         bring(config, NEW)
     check(store, OLD, NEW)
     store.abort_unfinished()
-    sweep_orphans(store, KEYS, GENERATION_AFTER)
+    sweep_orphans(Surveyor(store=store, keys=KEYS), GENERATION_AFTER)
     check_nothing_else(store, config)
 
 
@@ -379,6 +379,6 @@ def test_what_a_killed_import_has_left_goes_after_a_day(config: S3Config, store:
     for until, goes in ((time.time(), False), (time.time() - 7200, True)):
         claim = {"claim": "importing", "by": "somebody", "until": until}
         store.put(KEYS.claim(NEW), [json.dumps(claim).encode()])
-        assert bool(sweep_orphans(store, KEYS, 0)) is False
+        assert bool(sweep_orphans(Surveyor(store=store, keys=KEYS), 0)) is False
         assert bool(sweep_uncommitted(Surveyor(store=store, keys=KEYS), LATER)) is goes
     check_nothing_else(store, config)

@@ -175,8 +175,8 @@ def begin_run(config: S3Config, storage: Path) -> Manifest | None:
         identity = identify(paths)
         origin = find_stored(paths, read_events(paths.events), identity, None)
         record_identity(paths, identity)
-        set_others_aside(paths, origin, identity, None)
-        remove_orphans(paths, last_generation(origin) + 1)
+        surveyor = set_others_aside(paths, origin, identity, None)
+        remove_orphans(surveyor, last_generation(origin) + 1)
         return origin.stored
 
 

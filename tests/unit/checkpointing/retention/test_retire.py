@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import builtins
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -183,7 +184,7 @@ def test_what_earlier_generations_left_is_swept_and_nothing_else(tmp_path: Path)
     for key in (left, *own, "d/readme"):
         store.put(key, [b"."])
     before = set(store.list(""))
-    assert sweep_orphans(store, KEYS, 2) == [left]
+    assert sweep_orphans(Surveyor(store=store, keys=KEYS), 2) == [left]
     assert set(store.list("")) == before - {left}
 
 
@@ -346,6 +347,27 @@ def test_a_record_that_was_set_aside_is_read_once(tmp_path: Path) -> None:
         assert surveyor.survey() == surveyor.survey()
         assert surveyor.survey().aside == {segment}
     assert read.count(f"{KEYS.commit(10)}.unreadable") == 3
+
+
+def test_a_retention_reads_notes_once_and_claims_once_for_each_look(tmp_path: Path) -> None:
+    """It looks twice, for a sweep must see what was claimed before it listed."""
+    read = Counter[str]()
+
+    class Watched(LocalStore):
+        def get(self, key: str) -> bytes:
+            read[key] += 1
+            return super().get(key)
+
+    store = LocalStore(tmp_path)
+    for step in (10, 20, 30):
+        write(store, step)
+        note_verified(store, KEYS, load_manifest(store, KEYS, step))
+    pin(store, KEYS, 10)
+    surveyor = Surveyor(store=Watched(tmp_path), keys=KEYS)
+    assert retire(surveyor, keep_last=1, keep_every=None, up_to_step=30) == [20]
+    records = {KEYS.commit(step): 1 for step in (10, 20, 30)}
+    notes = {KEYS.verified(step): 1 for step in (10, 20, 30)}
+    assert read == {**records, **notes, KEYS.claim(10): 2}
 
 
 def test_a_commit_during_a_survey_costs_it_nothing(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_segment_lives_as_long_as_somebody_refers_to_it(store: LocalStore) -> 
     assert list_steps(store, KEYS) == [20]
     assert [key for key in store.list("d/") if "000000000010" in key] == [frozen]
     assert sweep_uncommitted(Surveyor(store=store, keys=KEYS), 10**6) == []
-    assert sweep_orphans(store, KEYS, 1) == []
+    assert sweep_orphans(Surveyor(store=store, keys=KEYS), 1) == []
     assert sound(store, 20)
     publish(store, 30)
     delete_checkpoint(store, KEYS, 20)
@@ -195,7 +195,7 @@ def test_a_foreign_record_guards_what_it_refers_to_until_it_is_deleted(store: Lo
     for step in (30, 40, 50):
         publish(store, step)
         retire(surveyor, keep_last=1, keep_every=None, up_to_step=step)
-    assert sweep_orphans(store, KEYS, 1) == []
+    assert sweep_orphans(Surveyor(store=store, keys=KEYS), 1) == []
     assert store.list("m/") == [kept, KEYS.commit(50)]
     store.put(KEYS.commit(20), [record])
     assert sound(store, 20)
@@ -334,7 +334,7 @@ def test_orphans_of_earlier_generations_go_at_the_start(store: LocalStore) -> No
     for step, generation in ((10, 1), (20, 0), (30, 2), (30, 3)):
         write(store, "trained", step, rank=0, generation=generation)
     store.put("d/notes", [b"not ours"])
-    gone = sweep_orphans(store, KEYS, 3)
+    gone = sweep_orphans(Surveyor(store=store, keys=KEYS), 3)
     assert [(KEYS.step_of(key), KEYS.generation_of(key)) for key in gone] == [
         (10, 1),
         (20, 0),
@@ -351,7 +351,7 @@ def test_orphans_that_a_damaged_record_may_refer_to_stay(store: LocalStore) -> N
     write(store, "trained", 20, rank=0)
     write(store, "trained", 30, rank=0)
     store.put(f"{KEYS.commit(20)}.unreadable", [b"{"])
-    assert [KEYS.step_of(key) for key in sweep_orphans(store, KEYS, 5)] == [30]
+    assert [KEYS.step_of(key) for key in sweep_orphans(Surveyor(store=store, keys=KEYS), 5)] == [30]
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,11 +33,13 @@ from checkpointing import (
     verify_checkpoint,
 )
 from checkpointing.stores.kinds import place_of
+from checkpointing.stores.local import LocalStore
 from elastic.driver.resume import (
     Origin,
     add_snapshot,
     check_found,
     find_stored,
+    remove_orphans,
     set_others_aside,
     skips_of,
 )
@@ -54,6 +58,7 @@ from elastic.worker.restoring import open_checkpoint, open_own
 from tests.support.tiny_checkpoint import KEYS, NUMBERS, write_state
 from trainer.errors import ConfigError
 from trainer.loop.samples import Skip
+from trainer.progress import listening
 
 ROSTER = RegroupDone(
     time=2, generation=3, step=2, replicas=2, lanes={}, renumbered={}, outcome="restore",
@@ -181,6 +186,36 @@ def test_what_a_start_sets_aside(paths: RunPaths) -> None:
     assert set(store.list("m/")) == {*left, *foreign, f"{KEYS.commit(18)}.unreadable"}
     set_others_aside(paths, only(found), identity, model)
     assert len(store.list("m/")) == 10, "once is enough"
+
+
+def test_a_start_reads_each_record_once_and_says_so(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `keep_every` there are thousands, and on S3 each is a request: several at once."""
+    identity, store, read = identify(paths), open_store(paths.checkpoints), Counter[str]()
+    steps, told, get = range(2, 14, 2), list[str](), LocalStore.get
+    both = threading.Barrier(2, timeout=10.0)
+    for step in steps:
+        save(paths, step, identity.id)
+    left = KEYS.segment(rank=0, step=6, generation=0, attempt=9, index=0)
+    store.put(left, [b"."])
+    found, _ = newest_own(paths, identity)
+
+    def count(self: LocalStore, key: str) -> bytes:
+        both.wait()
+        read[key] += 1
+        return get(self, key)
+
+    monkeypatch.setattr(LocalStore, "get", count)
+    with listening(lambda what, done, total: told.append(f"{what} {done} {total}")):
+        remove_orphans(set_others_aside(paths, only(found), identity, None), 1)
+    assert read == {KEYS.commit(step): 1 for step in steps}
+    assert left not in store.list("d/") and list_steps(store, KEYS) == [*steps]
+    assert told == [
+        *(f"looking at the checkpoints that are there {number} 6" for number in range(6)),
+        "looking for what killed writers have left 0 0",
+        "removed 1 segments of checkpoints that were never committed 0 0",
+    ]
 
 
 def test_what_was_set_aside_survives_retention(paths: RunPaths) -> None:

@@ -21,6 +21,7 @@ from checkpointing import (
     Keys,
     Reader,
     Receipt,
+    Surveyor,
     TensorSlice,
     commit,
     newest,
@@ -181,7 +182,7 @@ def test_the_uploader_is_killed_as_it_writes(start: Start, tmp_path: Path) -> No
     with open_copy(*where) as memory:  # the worker still has the copy, and asks the next one
         publish(tmp_path, write(memory, tmp_path, STEP))
     assert_newest_is(tmp_path, STEP, seed=5)
-    sweep_orphans(open_store(tmp_path), Keys(), 2)
+    sweep_orphans(Surveyor(store=open_store(tmp_path), keys=Keys()), 2)
     assert not left[0].exists()
     worker.kill()
     assert shared_memory() <= before
