@@ -47,7 +47,7 @@ from checkpointing.read.catalogue import (
 )
 from checkpointing.read.second_look import decide_fault, is_damage, look_again
 from checkpointing.read.verify import Finding, Verification, verify_checkpoint
-from checkpointing.retention.claims import claim_for_import, pin, pinned_steps, unpin
+from checkpointing.retention.claims import claim_for_import, give_up, pin, pinned_steps, unpin
 from checkpointing.retention.retire import (
     delete_checkpoint,
     plan_retention,
@@ -150,6 +150,7 @@ __all__ = [
     "delete_checkpoint",
     "estimate_mtbf",
     "find_newest",
+    "give_up",
     "hold_room",
     "is_damage",
     "is_local",

@@ -28,8 +28,8 @@ SET_ASIDE = ".unreadable"
 """Ending of the key of a damaged commit record that was set aside; retention deletes it."""
 
 FOREIGN = ".foreign"
-"""Ending of the key of a sound one that is not the run's own: only people delete it. A second one
-of the same step ends in `.foreign.1`, and so on."""
+"""Ending of the key of one that only people delete: it is not the run's own, or it was pinned when
+the run gave it up. A second one of the same step ends in `.foreign.1`, and so on."""
 
 _FOREIGN = re.compile(rf"{re.escape(FOREIGN)}(\.\d+)?")
 
@@ -114,46 +114,60 @@ def check_kept(store: Store, keys: Keys, manifest: Manifest) -> None:
 
 def _is_aside(store: Store, keys: Keys, manifest: Manifest) -> bool:
     """Whether the run has given up just this one: it was found damaged there, too."""
-    key = f"{keys.commit(manifest.step)}{SET_ASIDE}"
+    record = keys.commit(manifest.step)
+    try:
+        aside = [key for key in store.list(record) if key != record]
+        return any(_is_record(store, key, manifest) for key in aside)
+    except StoreError:
+        return False
+
+
+def _is_record(store: Store, key: str, manifest: Manifest) -> bool:
     try:
         return Manifest.from_bytes(store.get(key), key).sha256 == manifest.sha256
-    except (CorruptError, StoreError):
+    except (CorruptError, MissingError):
         return False
 
 
 def set_aside(store: Store, keys: Keys, step: int) -> None:
     """Moves a damaged commit record out of the way, so that its step can be committed again.
 
-    Its segments stay (`Survey.set_aside`) until retention deletes it. None there is fine.
+    Its segments stay (`Survey.set_aside`) until retention deletes it. None there is fine. Where
+    somebody may have pinned it, see `claims.give_up`.
     """
     key = keys.commit(step)
-    try:
-        record = store.get(key)
-    except MissingError:
+    if (record := _record(store, key)) is None:
         return
-    except CorruptError:  # a FIFO, say: there is nothing to keep of it
-        record = b""
     _log.warning("%s is given up, and kept as %s%s", key, key, SET_ASIDE)
     store.put(f"{key}{SET_ASIDE}", [record])
     store.delete(key)
 
 
-def set_foreign_aside(store: Store, keys: Keys, step: int) -> None:
-    """Moves a sound commit record that is not the run's own out of the way.
+def set_foreign_aside(store: Store, keys: Keys, step: int, why: str = "not this run's") -> None:
+    """Moves a commit record out of the way that is not the run's own, or what else `why` says of
+    it.
 
     It and its segments stay until somebody deletes it (`Survey.aside`). None there is fine.
     """
     key = keys.commit(step)
-    try:
-        record = store.get(key)
-    except MissingError:
+    if (record := _record(store, key)) is None:
         return
     for number in itertools.count():
         kept = f"{key}{FOREIGN}.{number}" if number else f"{key}{FOREIGN}"
         if store.put_if_absent(kept, record) or store.get(kept) == record:  # by a killed start
             break
-    _log.warning("%s is not this run's, and is kept as %s", key, kept)
+    _log.warning("%s is %s, and is kept as %s", key, why, kept)
     store.delete(key)
+
+
+def _record(store: Store, key: str) -> bytes | None:
+    """What lies under the key of a record that may be damaged; None: nothing."""
+    try:
+        return store.get(key)
+    except MissingError:
+        return None
+    except CorruptError:  # a FIFO, say: there is nothing to keep of it
+        return b""
 
 
 def is_foreign(keys: Keys, key: str) -> bool:

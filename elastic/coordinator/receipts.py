@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from checkpointing import Keys, Receipt, open_store, set_aside
+from checkpointing import Keys, Receipt, give_up, open_store
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.publisher import Publisher
@@ -132,7 +132,7 @@ class Receipts:
         self._dispatcher.spawn(self._publisher.give_up(step, generation))
 
     def _set_aside(self, step: int) -> None:
-        set_aside(open_store(self._paths.checkpoints), Keys(), step)
+        give_up(open_store(self._paths.checkpoints), Keys(), step)
         self.forget(step)
 
     def _note_lost(self) -> None:

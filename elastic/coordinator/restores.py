@@ -15,12 +15,12 @@ from checkpointing import (
     Keys,
     OtherRecordError,
     decide_fault,
+    give_up,
     is_damage,
     load_manifest,
     look_again,
     newest,
     open_store,
-    set_aside,
 )
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
@@ -170,7 +170,7 @@ class Restores:
         membership = self._membership
         # The last one stays in its place: without it, the next start would begin from the seed.
         if earlier is not None or membership.progress.snapshot_step > 0:
-            await asyncio.to_thread(set_aside, store, keys, step)
+            await asyncio.to_thread(give_up, store, keys, step)
             self._receipts.forget(step)
         membership.progress.checkpoint_lost(
             newest=0 if earlier is None else earlier.step,

@@ -11,12 +11,12 @@ from checkpointing import (
     Keys,
     NotCommittedError,
     Store,
+    give_up,
     list_steps,
     load_manifest,
     newest,
     open_store,
     run_of,
-    set_aside,
 )
 from elastic.coordinator.config import CoordinatorConfig
 from elastic.coordinator.dispatcher import Dispatcher
@@ -140,7 +140,7 @@ class Retreat:
         store, keys = open_store(self._config.paths.checkpoints), Keys()
         for later in list_steps(store, keys):
             if later > step and (not only_own or self._is_own(store, later)):
-                set_aside(store, keys, later)
+                give_up(store, keys, later)
 
     def _is_own(self, store: Store, step: int) -> bool:
         try:

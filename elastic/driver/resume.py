@@ -30,10 +30,10 @@ from checkpointing import (
     StoreError,
     StorePlace,
     Surveyor,
+    give_up,
     is_sound,
     list_steps,
     open_store,
-    set_aside,
     set_foreign_aside,
     sweep_orphans,
 )
@@ -422,7 +422,7 @@ def set_others_aside(
     for step, kind in zip(steps, kinds, strict=True):
         later = stored is None or step > stored.step
         if kind in ("damaged", "given up") and later:
-            set_aside(store, keys, step)
+            give_up(store, keys, step)
         elif kind == "foreign" or (kind == "own" and later):  # an import a moment ago
             set_foreign_aside(store, keys, step)
         else:

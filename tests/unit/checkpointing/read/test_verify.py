@@ -19,9 +19,11 @@ from checkpointing import (
     StoreUnavailableError,
     check_compatible,
     delete_checkpoint,
+    give_up,
     list_steps,
     load_manifest,
     newest,
+    pin,
     set_aside,
     verify_checkpoint,
 )
@@ -277,7 +279,8 @@ def test_one_that_is_deleted_meanwhile_is_not_called_damaged(
         verify_checkpoint(Retiring(store.root), KEYS, STEP, threads=1)
 
 
-def test_one_that_is_given_up_meanwhile_is_called_damaged(store: LocalStore) -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_one_that_is_given_up_meanwhile_is_called_damaged(store: LocalStore, pinned: bool) -> None:
     """The run has found it, too: whoever asked must hear of it."""
     key, *_ = load_manifest(store, KEYS, STEP).segments
     path = store.root / key
@@ -286,8 +289,11 @@ def test_one_that_is_given_up_meanwhile_is_called_damaged(store: LocalStore) -> 
 
     class GivenUp(LocalStore):
         def get_range(self, key: str, start: int, length: int) -> bytes:
-            set_aside(store, KEYS, STEP)
+            give_up(store, KEYS, STEP)
             return super().get_range(key, start, length)
+
+    if pinned:
+        pin(store, KEYS, STEP)
 
     (finding,) = verify_checkpoint(GivenUp(store.root), KEYS, STEP, threads=1).findings
     assert (finding.key, finding.check) == (key, "crc32")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from checkpointing import (
     TensorSlice,
     commit,
     delete_checkpoint,
+    give_up,
     list_steps,
     load_manifest,
     newest,
@@ -300,6 +301,67 @@ def test_a_pin_in_the_middle_of_a_deletion(store: LocalStore, after: int) -> Non
     assert list_steps(store, KEYS) == ([20] if deleted else [10, 20])
     assert pinned_steps(store, KEYS) == (frozenset() if deleted else {10})
     assert deleted or sound(store, 10)
+
+
+@pytest.mark.parametrize("after", range(1, 8))
+def test_a_pin_while_the_run_gives_the_checkpoint_up(store: LocalStore, after: int) -> None:
+    """Wherever the pin comes, either people find the record, or it fails."""
+    publish(store, 10)
+    publish(store, 20)
+    calls, answer = 0, list[bool]()
+
+    class Interrupted(LocalStore):
+        def _maybe_pin(self) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == after:
+                try:
+                    pin(LocalStore(store.root), KEYS, 20)
+                except NotCommittedError:
+                    answer.append(False)
+                else:
+                    answer.append(True)
+
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            self._maybe_pin()
+            return super().put_if_absent(key, data)
+
+        def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+            self._maybe_pin()
+            return super().put(key, chunks)
+
+        def delete(self, key: str) -> None:
+            self._maybe_pin()
+            super().delete(key)
+
+        def get(self, key: str) -> bytes:
+            self._maybe_pin()
+            return super().get(key)
+
+    give_up(Interrupted(store.root), KEYS, 20)
+    assert list_steps(store, KEYS) == [10]
+    kept = f"{KEYS.commit(20)}.foreign" in store.list("m/")
+    assert answer == ([kept] if after <= calls else [])
+    if after > calls:
+        assert store.list("m/") == [KEYS.commit(10), f"{KEYS.commit(20)}.unreadable"]
+
+
+def test_a_pinned_one_that_the_run_gave_up_stays(store: LocalStore) -> None:
+    """Whatever the rules say; its step is committed again."""
+    for step in (10, 20):
+        publish(store, step)
+    record = store.get(KEYS.commit(20))
+    pin(store, KEYS, 20)
+    give_up(store, KEYS, 20)
+    give_up(store, KEYS, 20)  # the answer to the first call may be lost
+    for step in (15, 20, 30, 40):
+        publish(store, step, generation=1)
+        retired(store, 1)
+    unpin(store, KEYS, 20)
+    retired(store, 1)
+    assert store.list("m/") == [f"{KEYS.commit(20)}.foreign", KEYS.commit(40)]
+    store.put(KEYS.commit(20), [record])
+    assert sound(store, 20)
 
 
 def test_a_killed_deletion_is_finished_later(store: LocalStore) -> None:

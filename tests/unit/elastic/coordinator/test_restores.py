@@ -26,6 +26,7 @@ from checkpointing import (
     list_steps,
     load_manifest,
     open_store,
+    pin,
 )
 from elastic.config import HealthConfig
 from elastic.coordinator.config import CoordinatorConfig
@@ -148,6 +149,13 @@ def test_a_damaged_one_is_given_up_once(desk: Desk) -> None:
     assert list_steps(desk.store, KEYS) == [10]
     assert desk.failed() == [20]
     assert not desk.receipts.saved(20), "the step can be committed again"
+
+
+def test_a_pinned_one_that_is_damaged_is_kept_for_people(desk: Desk) -> None:
+    pin(desk.store, KEYS, 20)
+    asyncio.run(desk.restores.failed(desk.worker("a"), 20, GENERATION, desk.damage(20)))
+    assert desk.failed() == [20] and list_steps(desk.store, KEYS) == [10]
+    assert f"{KEYS.commit(20)}.foreign" in desk.store.list("m/")
 
 
 def test_one_that_is_out_of_reach_is_left_as_it_is(desk: Desk, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from checkpointing import (
     TensorSlice,
     list_steps,
     open_store,
+    pin,
     write_shared,
 )
 from elastic.config import HealthConfig
@@ -218,6 +219,15 @@ def test_all_go_back_to_a_checkpoint_and_what_was_saved_later_is_void(desk: Desk
     (_, done) = desk.happened(events.RegroupDone)
     assert (done.outcome, done.lost_steps) == ("restore", 8)
     assert not desk.membership.progress.going_back
+
+
+def test_a_pinned_one_that_is_given_up_is_kept_for_people(desk: Desk) -> None:
+    for step in (4, 12):
+        pin(desk.store, KEYS, step)
+    asyncio.run(desk.retreat.go_back(at_most=6, reason="they differ"))
+    records = [key for key in desk.store.list("m/") if not key.endswith(".claim")]
+    given_up = [f"{KEYS.commit(8)}.unreadable", f"{KEYS.commit(12)}.foreign"]
+    assert records == [KEYS.commit(4), *given_up]
 
 
 def test_why_checkpoints_are_set_aside_is_on_the_storage_before(

@@ -28,6 +28,7 @@ from checkpointing import (
     list_steps,
     load_manifest,
     open_store,
+    pin,
     retire,
     set_aside,
     verify_checkpoint,
@@ -381,6 +382,10 @@ def test_what_the_run_went_back_for_goes_with_retention(paths: RunPaths) -> None
     set_others_aside(paths, origin, identity, None)
     kept = [KEYS.commit(2), f"{KEYS.commit(4)}.unreadable", f"{KEYS.commit(6)}.foreign"]
     assert store.list("m/") == kept
+    save(paths, 5, identity.id, generation=3)
+    pin(store, KEYS, 5)
+    set_others_aside(paths, origin, identity, None)
+    assert store.list("m/") == sorted([*kept, KEYS.claim(5), f"{KEYS.commit(5)}.foreign"])
 
 
 def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(paths: RunPaths) -> None:
