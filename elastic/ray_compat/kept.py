@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Generic, TypeVar
 
-from ray import cloudpickle
+from ray import _raylet, cloudpickle
 from ray._private import worker
-from ray._raylet import Config
 
 from elastic.ray_compat.cluster import NAMESPACE
 
@@ -52,7 +51,8 @@ class Kept(Generic[_Value]):
 def most_kept_bytes() -> int:
     """How large a value may be, pickled: it goes there in one message. Ray's own bound, 512 MiB
     unless `RAY_max_grpc_message_size` says otherwise."""
-    most: int = Config.max_grpc_message_size()
+    ray: Any = _raylet
+    most: int = ray.Config.max_grpc_message_size()
     return most
 
 

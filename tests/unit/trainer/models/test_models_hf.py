@@ -239,7 +239,12 @@ def test_nobody_is_asked_whether_to_run_the_code_of_a_model(
 ) -> None:
     """It names a class of its own, and transformers has none for it."""
     asked = list[str]()
-    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "n")
+
+    def answer(text: str) -> str:
+        asked.append(text)
+        return "n"
+
+    monkeypatch.setattr("builtins.input", answer)
     given = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": "own.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(ConfigError, match="contains custom code") as caught:

@@ -182,7 +182,8 @@ def test_the_machine_that_does_not_see_the_tokens_is_named(
     prepared: PreparedCausalLM, tmp_path: Path, lacking: str
 ) -> None:
     prepared.open_tokens()
-    task: PreparedCausalLM = replace(prepared, **{lacking: str(tmp_path / "none")})
+    nowhere: dict[str, Any] = {lacking: str(tmp_path / "none")}
+    task = replace(prepared, **nowhere)
     named = (
         rf"^train\.task\.data = .* on machine {platform.node()}: .*none/index\.json.*\.cache_dir"
     )
