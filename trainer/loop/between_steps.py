@@ -206,7 +206,7 @@ class BetweenSteps:
                 if self.all_leave(lost=lost):
                     return
                 due = np.asarray(kept or [0], dtype=np.int64)
-                batch = self.engine.take(read(data, due, self.link.leave_now))
+                batch = self.engine.take(read(data, due))
                 loss, terms = self.engine.task.loss(self.engine.model, batch)
                 if kept and self.engine.slot.tensor == 0:
                     loss_sum, tokens = loss_sum + float(loss), tokens + terms

@@ -19,10 +19,9 @@ from trainer.errors import DataStorageError
 log = logging.getLogger(__name__)
 
 FALTERS_S = 60.0
-"""No try begins later than so long after the first one: a mate waits for it in a collective, and
-those who are called to regroup for a bound of their own."""
-
-_TICK_S = 0.01
+"""No try begins later than so long after the first one. Mates wait for it in a collective
+meanwhile, and who calls to regroup for `regroup_timeout_s`: as for any slow read. To raise at the
+call would cost each worker that waits, and so perhaps all copies of the state."""
 
 _PASSING = frozenset(
     {
@@ -38,18 +37,15 @@ _JITTER = random.Random()
 _Read = TypeVar("_Read")
 
 
-def read_patiently(
-    attempt: Callable[[], _Read], again: Callable[[], object], leave_now: Callable[[], bool]
-) -> _Read:
+def read_patiently(attempt: Callable[[], _Read], again: Callable[[], object] = bool) -> _Read:
     """What `attempt` returns. Where storage falters in it, it is tried again after a pause.
 
     Args:
         attempt: reads.
         again: called before each further try.
-        leave_now: a fault was announced: nobody waits any more.
 
     Raises:
-        DataStorageError: it still faltered after `FALTERS_S`, or when `leave_now` became true.
+        DataStorageError: it still faltered after `FALTERS_S`.
         Exception: whatever else `attempt` raised.
     """
     began_s = time.monotonic()
@@ -59,11 +55,9 @@ def read_patiently(
         except Exception as error:
             if not may_pass(error):
                 raise
-            end_s = time.monotonic() + plan_pause(tries, _JITTER.random())
-            while not (left := leave_now()) and time.monotonic() < end_s:
-                time.sleep(_TICK_S)
+            time.sleep(plan_pause(tries, _JITTER.random()))
             elapsed_s = time.monotonic() - began_s
-            if left or elapsed_s > FALTERS_S:
+            if elapsed_s > FALTERS_S:
                 raise DataStorageError(tries, elapsed_s) from error
             if tries == 1:
                 log.warning("samples are read again for up to %g s: %r", FALTERS_S, error)

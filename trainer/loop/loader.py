@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 _READER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
 
 
-def read(data: SampleSource, ids: Ids, leave_now: Callable[[], bool] = bool) -> Any:
+def read(data: SampleSource, ids: Ids) -> Any:
     """The samples `ids` as one batch, now. Waits for what is being read.
 
     Raises:
         Exception: see `read_patiently`.
     """
-    return read_patiently(lambda: _READER.submit(data.batch, ids).result(), bool, leave_now)
+    return read_patiently(lambda: _READER.submit(data.batch, ids).result())
 
 
 class _Read(NamedTuple):
@@ -63,20 +63,10 @@ class Loader:
         due: ids of each micro-batch, asked for in the reader's thread.
         ahead: most micro-batches read and not taken; 0: each is read when it is asked for.
         pin: put them in memory that a GPU copies from by itself.
-        leave_now: a fault was announced: storage that falters is not waited for any more.
     """
 
-    def __init__(
-        self,
-        data: SampleSource,
-        due: Iterator[Ids],
-        *,
-        ahead: int,
-        pin: bool,
-        leave_now: Callable[[], bool] = bool,
-    ) -> None:
+    def __init__(self, data: SampleSource, due: Iterator[Ids], *, ahead: int, pin: bool) -> None:
         self._data, self._due, self._ahead, self._pin = data, due, ahead, pin
-        self._leave_now = leave_now
         self.read_s = 0.0
         """How long the dataset took for the micro-batch that was taken last, waited for or not."""
         self._reads: deque[Future[_Read]] = deque()
@@ -96,9 +86,7 @@ class Loader:
         taken = self._reads.popleft().result()
         if not taken.complete:
             ids = taken.ids
-            taken = read_patiently(
-                lambda: _READER.submit(self._read_due, ids).result(), seed, self._leave_now
-            )
+            taken = read_patiently(lambda: _READER.submit(self._read_due, ids).result(), seed)
         self.read_s = taken.read_s
         while len(self._reads) < self._ahead:
             self._reads.append(_READER.submit(self._read_ahead))

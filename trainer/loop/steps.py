@@ -231,13 +231,7 @@ class TrainLoop:
                 skips=self.config.skips,
             )
             pin = self.engine.device.type == "cuda"
-            self.loader = Loader(
-                self.data,
-                due,
-                ahead=self.train.prefetch,
-                pin=pin,
-                leave_now=self.link.leave_now,
-            )
+            self.loader = Loader(self.data, due, ahead=self.train.prefetch, pin=pin)
 
     def compute_lane(self, step: int, lane: int, reduction: Reduction | None) -> None:
         """Forward and backward of all micro-batches of a lane.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,34 +64,18 @@ class Falters:
         return ids
 
 
-def never() -> bool:
-    return False
-
-
 def test_an_evaluation_s_read_is_tried_again() -> None:
     data = Falters(2)
-    assert read(data, np.array([7]), never).tolist() == [7] and data.reads == 3
-
-
-def give_up(leave_now: Callable[[], bool]) -> tuple[DataStorageError, Falters]:
-    data = Falters(float("inf"))
-    with pytest.raises(DataStorageError, match="samples could not be read in") as caught:
-        read_patiently(lambda: data.batch(0), bool, leave_now)
-    return caught.value, data
+    assert read(data, np.array([7])).tolist() == [7] and data.reads == 3
 
 
 def test_it_is_waited_for_for_a_time_and_the_last_error_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(faltering, "FALTERS_S", 0.3)
-    error, data = give_up(never)
+    data = Falters(float("inf"))
+    with pytest.raises(DataStorageError, match="samples could not be read in") as caught:
+        read_patiently(lambda: data.batch(0))
+    error = caught.value
     assert error.seconds > 0.3 and error.tries == data.reads > 1
     assert isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.ESTALE
-
-
-def test_who_is_called_away_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for the pause that has begun."""
-    monkeypatch.setattr(faltering, "plan_pause", lambda tries, random_0_1: 60.0)
-    called_s = time.monotonic() + 0.1
-    error, data = give_up(lambda: time.monotonic() > called_s)
-    assert error.seconds < 30 and data.reads == error.tries == 1
