@@ -69,8 +69,9 @@ class Pulses:
 
     def replay(self, happened: Iterable[events.Event]) -> None:
         """Takes up what a coordinator before this one has counted."""
-        began = self._config.started.time
-        last = last_step(self._config.paths.steps, lambda step: step.time >= began, lenient=True)
+        last = last_step(self._config.paths.steps, lambda _: True, lenient=True)
+        if last is not None and last.time < self._config.started.time:
+            last = None  # of a start before this one, as all further back: there may be a million
         self._meter.replay(happened, last)
 
     def take_steps(self, taken: Iterable[events.StepRecord]) -> None:

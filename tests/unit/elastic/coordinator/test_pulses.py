@@ -15,7 +15,10 @@ from elastic.coordinator import pulses
 from elastic.coordinator.aside import Aside
 from elastic.coordinator.pulses import Pulses
 from elastic.protocol.causes import CRASH
+from elastic.protocol.events import StepRecord
 from elastic.protocol.pulse import Pulse, read_pulse, write_pulse
+from elastic.reporting import event_log
+from elastic.reporting.event_log import EventLog
 from tests.support.coordinator_desk import CoordinatorDesk
 
 PATIENCE_S = 10.0
@@ -119,6 +122,37 @@ def test_regroups_in_vain_are_told_until_a_step_is_committed(tmp_path: Path) -> 
         await desk.until(lambda: spent() == (0, most))
 
     desk.run(story)
+
+
+def test_one_started_anew_reads_no_steps_of_earlier_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be millions, and where it has none of its own it looked at all of them."""
+    desk, read, step_of = Desk(tmp_path), list[bytes](), event_log._step_of
+
+    def noted(line: bytes) -> StepRecord | None:
+        read.append(line)
+        return step_of(line)
+
+    def replay() -> float | None:
+        read.clear()
+        desk.pulses.replay([])
+        return desk.pulses._meter.stepped
+
+    def record(step: int, at: float) -> StepRecord:
+        return StepRecord(
+            step=step, loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, time=at, generation=1,
+            replicas=3, sample_digests=[],
+        )  # fmt: skip
+
+    monkeypatch.setattr(event_log, "_step_of", noted)
+    now = time.time() + 1.0
+    with EventLog(desk.paths.steps) as log:
+        for step in range(50):
+            log.append(record(step, float(step)))
+        assert replay() is None and len(read) == 1
+        log.append(record(50, now))
+        assert replay() == now and len(read) == 1
 
 
 def test_a_directory_that_cannot_be_written_to_ends_nothing(tmp_path: Path) -> None:
