@@ -83,6 +83,9 @@ _WAIT_READINGS = 60
 """Readings, before a worker's share of waiting counts. Invented."""
 _WAITS_LITTLE, _WAITS_MUCH = 0.02, 0.2
 """Shares of these. Invented."""
+_BETWEEN = 0.1
+"""The share at which either stands no more. A share near a limit comes and goes by chance, and each
+time is an event of all that its node shows. Invented."""
 
 
 def judge(
@@ -90,6 +93,7 @@ def judge(
     node: str,
     at_s: float,
     gone: Collection[str] = (),
+    before: Iterable[Sign] = (),
 ) -> list[Sign]:
     """What is out of order on a node.
 
@@ -99,6 +103,7 @@ def judge(
         node: the node.
         at_s: now, in seconds since the epoch.
         gone: workers whose processes have ended since the look before.
+        before: what stood then.
     """
     gpu_of = {
         pid: series
@@ -106,6 +111,7 @@ def judge(
         if kind == "gpu"
         for pid in series[-1].pids
     }
+    stood = {(sign.name, sign.of) for sign in before}
     # Where NVML names no process, any of the GPUs may be a worker's own.
     untold = not gpu_of and any(kind == "gpu" for kind, _ in histories)
     found: list[Sign] = []
@@ -127,7 +133,7 @@ def judge(
             found += _judge_oom_kills(series, gone, say)
         else:
             gpus = [gpu_of[pid] for pid in series[-1].pids if pid in gpu_of]
-            found += _judge_worker(series, gpus[0] if gpus else None, untold, say)
+            found += _judge_worker(series, gpus[0] if gpus else None, untold, stood, say)
     return found
 
 
@@ -430,11 +436,16 @@ def _judge_gpu_links(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
 
 
 def _judge_worker(
-    series: Sequence[Reading], gpu: Sequence[Reading] | None, untold: bool, say: _Say
+    series: Sequence[Reading],
+    gpu: Sequence[Reading] | None,
+    untold: bool,
+    stood: Collection[tuple[str, str]],
+    say: _Say,
 ) -> Iterable[Sign]:
-    """`untold`: it may be on a GPU, and nobody knows on which."""
+    """`untold`: it may be on a GPU, and nobody knows on which. `stood`: signs of the look before,
+    by their names and what they are of."""
     yield from _judge_still(_still(series), gpu, untold, say)
-    yield from _judge_waiting(series, say)
+    yield from _judge_waiting(series, stood, say)
 
 
 def _still(series: Sequence[Reading]) -> Sequence[Reading]:
@@ -490,15 +501,19 @@ def _activity(still: Sequence[Reading], gpu: Sequence[Reading] | None) -> tuple[
     return cpu_s / _span_s(still), "its process"
 
 
-def _judge_waiting(series: Sequence[Reading], say: _Say) -> Iterable[Sign]:
+def _judge_waiting(
+    series: Sequence[Reading], stood: Collection[tuple[str, str]], say: _Say
+) -> Iterable[Sign]:
     """Whether a worker waits for others, or the others for it."""
     steps = [r.values for r in series if r.values["waits"] or r.values["works"]]
     if len(steps) < _WAIT_READINGS or series[0].values["marks"] == series[-1].values["marks"]:
         return
     share = sum(values["waits"] for values in steps) / len(steps)
-    if share <= _WAITS_LITTLE or share >= _WAITS_MUCH:
+    name = "waits_little" if share < _BETWEEN else "waits_much"
+    stands = (name, series[-1].of) in stood and share != _BETWEEN
+    if stands or share <= _WAITS_LITTLE or share >= _WAITS_MUCH:
         yield say(
-            "waits_little" if share <= _WAITS_LITTLE else "waits_much",
+            name,
             f"it waits for other replicas in {share:.0%} of {len(steps)} readings",
             role="confirmation",
             cause="slow",

@@ -136,7 +136,8 @@ class HealthWatch:
         pids = {state.pid for state in states}
         gone = [state for state in self._before if state.pid not in pids]
         self._before = states
-        signs = judge(histories, self._node, at_s, [state.worker for state in gone])
+        ended = [state.worker for state in gone]
+        signs = judge(histories, self._node, at_s, ended, self._standing.signs)
         known = [*gone, *states]
         signs += self._hear_node(known, at_s) + self._hear_workers(known, at_s)
         users = self._gpu_users(states)

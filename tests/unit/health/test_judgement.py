@@ -4,6 +4,7 @@ held against are those of the sources that `judgement.py` names."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -287,6 +288,30 @@ def test_a_worker(series: list[Reading], expected: set[str]) -> None:
     signs = judged(series)
     assert {sign.name for sign in signs} == expected
     assert {(sign.worker, sign.role) for sign in signs} <= {("w1", "confirmation")}
+
+
+@pytest.mark.parametrize(
+    ("stood", "waiting", "expected"),
+    [
+        (0.0, 0.05, {"waits_little"}),
+        (0.0, 0.1, set()),
+        (0.0, 0.125, set()),
+        (0.25, 0.125, {"waits_much"}),
+        (0.25, 0.1, set()),
+        (0.25, 0.05, set()),
+        (0.25, 0.0, {"waits_little"}),
+    ],
+)
+def test_that_a_worker_waits_much_or_little_stands_until_the_share_is_between(
+    stood: float, waiting: float, expected: set[str]
+) -> None:
+    """Each time that it comes is an event, and a share near a limit comes and goes for months."""
+    before = judged(worker(60, cpu_share=1.0, marks=9, waiting=stood))
+    now = worker(60, cpu_share=1.0, marks=9, waiting=waiting)
+    signs = judge({("worker", "w1"): now}, "n1", 7.0, before=before)
+    assert {sign.name for sign in signs} == expected
+    others = [replace(sign, of="w2", worker="w2") for sign in before]
+    assert judge({("worker", "w1"): now}, "n1", 7.0, before=others) == judged(now)
 
 
 def test_what_a_worker_with_a_gpu_does_shows_there() -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from shutil import which
 from types import SimpleNamespace
@@ -70,6 +71,21 @@ def test_an_idle_worker_is_told_of_once(idle: WorkerState) -> None:
     assert about(told, "w1").count({"idle"}) == 1
     (sign,) = (sign for signs in told for sign in signs if sign.worker == "w1")
     assert (sign.node, sign.at_s) == ("n1", 5000 + 6 * SAMPLE_S)
+
+
+def test_a_worker_whose_waiting_stays_near_a_limit_is_told_of_once(idle: WorkerState) -> None:
+    """By turns it waits in none and in four of the readings that are kept: 2 % are little."""
+    look, told = 0, list[list[Sign]]()
+
+    def states() -> list[WorkerState]:
+        waits = look // 120 % 2 == 1 and look % 120 < 4
+        record = replace(idle.record, serial=look)
+        return [replace(idle, record=record, waits=waits, works=not waits)]
+
+    watch = HealthWatch("n1", states, told.append, lambda readings: None)
+    for look in range(3 * 120):
+        watch.look(1000 + look * SAMPLE_S, 0.0)
+    assert [names for names, _ in groupby(about(told, "w1"))] == [set(), {"waits_little"}]
 
 
 def test_a_watch_that_begins_says_so_though_nothing_is_wrong() -> None:
