@@ -99,7 +99,13 @@ from elastic.protocol.run_identity import newest_own, recorded_identity
 from elastic.protocol.saves import HeldSnapshot, UploaderApi
 from elastic.ray_compat.cluster import export_actors, is_actor, own_address, started_anew
 from elastic.ray_compat.kept import Kept, kept_stop
-from elastic.reporting.event_log import present_start, read_events, recent_steps
+from elastic.reporting.event_log import (
+    events_to_go_on_from,
+    present_start,
+    read_events,
+    recent_steps,
+)
+from health.recurrence import AGAIN_S
 from health.verdict import Sign
 
 log = logging.getLogger(__name__)
@@ -152,7 +158,7 @@ class Coordinator(CoordinatorApi):
         of_all_starts = (
             _once_answered(partial(_find_records, config))
             if anew
-            else read_events(config.paths.events)
+            else read_events(config.paths.events, kinds=[events.NodeReplacement])
         )
         happened = present_start(of_all_starts, config.started.time) if anew else []
         replayed: Replay | None = None
@@ -291,7 +297,7 @@ class Coordinator(CoordinatorApi):
         self._supervised = Supervised(config, self._dispatcher, self._records)
         self._failover: Failover | None = None
         if replayed is not None:
-            self._failover = self._replay(faults, replayed)
+            self._failover = self._replay(faults, replayed, happened)
         else:
             self._training.go_on_from(config.started.start_step)
             self._dispatcher.ready.set()
@@ -345,12 +351,15 @@ class Coordinator(CoordinatorApi):
             timeout_s=self.config.health.collective_timeout_s,
         )
 
-    def _replay(self, faults: FaultPlan, replayed: Replay) -> Failover:
+    def _replay(
+        self, faults: FaultPlan, replayed: Replay, happened: Sequence[events.Event]
+    ) -> Failover:
         """The run as its records have it, to be taken up where its workers stand.
 
         Args:
             faults: told which went off.
             replayed: what they say.
+            happened: all of them. There may be a million, so they are not kept.
         """
         # The end may come before the workers have spoken.
         self._membership.progress.recorded = replayed.recorded
@@ -363,18 +372,18 @@ class Coordinator(CoordinatorApi):
         self._workers.draining_nodes.update(replayed.draining_nodes)
         faults.count_as_fired(replayed.fired)
         self._receipts.replay(replayed.committed)
-        self._last_words.replay(replayed.happened)
+        self._last_words.replay(happened)
         self._replacements.replay(replayed.replacements)
-        self._remedies.replay(replayed.happened)
-        self._preflight.replay(replayed.happened)
+        self._remedies.replay(happened)
+        self._preflight.replay(happened)
         self._membership.skips += replayed.skips
-        self._corruption.replay(replayed.happened)
+        self._corruption.replay(happened)
         _once_answered(lambda: self._training.go_on_from(replayed.recorded))
         if self._standstill is not None:
             steps = self.config.paths.steps
             latest = _once_answered(lambda: recent_steps(steps, replayed.recorded, STEPS))
             self._standstill.replay(latest)
-        for event in replayed.happened:
+        for event in happened:
             self._save_wish.hear(event)
         if replayed.going_back is not None:
             self._give_up_after(replayed.going_back)
@@ -382,7 +391,7 @@ class Coordinator(CoordinatorApi):
             # The commit of a save that a restore has made void may have come through late: it would
             # be in the way of its step, and be gone on from once the run is that far.
             self._give_up_after(replayed.recorded, only_own=True)
-        _once_answered(lambda: self._pulses.replay(replayed.happened))
+        _once_answered(lambda: self._pulses.replay(happened))
         snapshots = self._snapshots if self.config.in_memory else None
         return Failover(
             replayed,
@@ -741,7 +750,7 @@ def _find_records(config: CoordinatorConfig) -> list[events.Event]:
             f"{paths.identity} is not there, or another run's: is {paths.root} mounted on this "
             f"machine?"
         )
-    return read_events(paths.events, lenient=True)
+    return events_to_go_on_from(paths.events, time.time() - AGAIN_S)  # what `Remedies` looks at
 
 
 def _as_stored(config: CoordinatorConfig, replayed: Replay) -> CoordinatorConfig:

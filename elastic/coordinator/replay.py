@@ -66,8 +66,6 @@ class Replay:
     """Injected faults that went off, as they were ordered."""
     replacements: tuple[events.NodeReplacement, ...]
     """What became of suspect machines, in order."""
-    happened: Sequence[events.Event]
-    """All of it."""
     skips: Skips
     """Samples that were passed over since it began."""
     going_back: int | None
@@ -115,7 +113,6 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
         until=_until(happened),
         fired=tuple(e.fault for e in _all(happened, events.FaultFired)),
         replacements=tuple(_all(happened, events.NodeReplacement)),
-        happened=happened,
         skips=tuple(Skip(*e.skip) for e in _all(happened, events.WentBack) if e.skip),
         going_back=_going_back(happened),
     )

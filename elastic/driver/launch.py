@@ -33,6 +33,7 @@ from elastic.driver.resources import (
     wait_for_workers,
 )
 from elastic.driver.resume import (
+    KINDS,
     Origin,
     add_snapshot,
     check_continues,
@@ -201,7 +202,7 @@ class Launch:
         if not has_finished(paths):
             return None
         identity = identify(paths)
-        saved = paths, read_events(paths.events), identity
+        saved = paths, read_events(paths.events, kinds=KINDS), identity
         last = self._settle(paths, identity, find_stored(*saved, None)).manifest
         if last is None or last.step != self.train.steps:
             return None
@@ -227,7 +228,7 @@ class Launch:
                 self.train.task.check_gpu(self.train)
         tell(f"looking for a state to go on from in {paths.checkpoints}")
         identity = identify(paths)
-        saved = paths, read_events(paths.events), identity
+        saved = paths, read_events(paths.events, kinds=KINDS), identity
         stored = find_stored(*saved, None)
         snapshot = self._find_snapshot(paths, stored.manifest)
         self._settle(paths, identity, add_snapshot(stored, identity, snapshot, None))

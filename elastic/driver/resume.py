@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 
 _READS = 8
 """Commit records that are read at once: on S3 a request each, and one may take 100 MB."""
+KINDS = CheckpointCommitted, RegroupDone, RunStarted, WentBack
+"""Of events, that are looked at here."""
 
 
 @contextmanager
@@ -214,7 +216,7 @@ class Origin:
     passed: CheckpointError | None
     """Why the newest of those that can be read, but are not the run's own, is not."""
     happened: Sequence[Event] = ()
-    """The events of the run so far."""
+    """The events of the run so far, at least those of `KINDS`."""
 
     @property
     def manifest(self) -> Manifest | None:
@@ -229,7 +231,7 @@ def find_stored(
 
     Args:
         paths: where checkpoints are.
-        happened: the events of the run so far.
+        happened: the events of the run so far, at least those of `KINDS`.
         identity: of the run.
         model: what the state is; None where that is not known yet.
     """

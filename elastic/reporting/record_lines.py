@@ -19,7 +19,9 @@ from elastic.protocol.events import Event
 _BLOCK_BYTES = 1 << 18
 
 _KIND = re.compile(rb'\{"kind": "(\w+)"')
-_STEP = re.compile(rb'\{"step": (\d+), "loss": [^{}\[\]]*?"time": (\d+(?:\.\d+)?(?:e\+?\d+)?), "')
+_TIME = rb'"time": (\d+(?:\.\d+)?(?:e\+?\d+)?), "'
+_SIGNS = re.compile(rb'\{"kind": "signs_changed", ' + _TIME + rb'node": "([^"\\]*)", "')
+_STEP = re.compile(rb'\{"step": (\d+), "loss": [^{}\[\]]*?' + _TIME)
 
 
 def kinds_of(kinds: Iterable[type[Event]]) -> set[bytes]:
@@ -31,6 +33,12 @@ def may_be(line: bytes, kinds: Collection[bytes]) -> bool:
     """Whether a line may hold an event of one of `kinds`; those of other kinds need no parsing."""
     found = _KIND.match(line)
     return found is None or found[1] in kinds
+
+
+def glance_at_signs(line: bytes) -> tuple[float, bytes] | None:
+    """Time and node of a `SignsChanged`; None: it is something else, or must be parsed."""
+    found = _SIGNS.match(line)
+    return None if found is None else (float(found[1]), found[2])
 
 
 def glance_at_step(line: bytes) -> tuple[int, float] | None:

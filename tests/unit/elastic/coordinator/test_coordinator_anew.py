@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import shutil
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +41,7 @@ from elastic.protocol.messages import Build, Identity, Report, Signal, Standing,
 from elastic.protocol.run_identity import RunIdentity, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.kept import keep_stop
-from elastic.reporting.event_log import EventLog, read_events
+from elastic.reporting.event_log import EventLog, events_to_go_on_from, read_events
 from tests.support.coordinator_desk import CoordinatorDesk
 from tests.support.kept_in_memory import KeptInMemory
 from tests.support.tiny_checkpoint import NUMBERS
@@ -426,6 +428,26 @@ def test_one_asks_who_calls_it_before_it_has_said_where_it_stands(
     with pytest.raises(UnheardError):
         asyncio.run(coordinator.watch("a", 0))
     asyncio.run(coordinator.end("interrupted", None))
+
+
+def test_what_has_happened_is_read_and_not_held(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a run of months it is a million events."""
+    held = list[weakref.ref[events.Event]]()
+
+    def noted(path: Path, since: float) -> list[events.Event]:
+        found = events_to_go_on_from(path, since)
+        held.extend(weakref.ref(one) for one in found if isinstance(one, events.Evaluated))
+        return found
+
+    monkeypatch.setattr(actor, "events_to_go_on_from", noted)
+    told = events.Evaluated(time=3.0, step=4, val_loss=1.0, tokens=8)
+    write(config, config.started, BEGUN, told, steps=4)
+    coordinator = Coordinator(config)
+    gc.collect()
+    assert [one() for one in held] == [None]
+    asyncio.run(coordinator.end("finished", None))
 
 
 BACK = events.WentBack(time=3.0, step=2, before=4, reason="")

@@ -125,7 +125,6 @@ def replayed(
         leaving=frozenset(),
         draining_nodes=frozenset(),
         shunned_nodes=frozenset(),
-        happened=(),
         generation=1,
         newest_s=0.0,
         began=0,

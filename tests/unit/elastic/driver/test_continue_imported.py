@@ -16,7 +16,9 @@ from checkpointing import CheckpointConfig, Manifest, TensorInfo, open_store
 from checkpointing.stores.kinds import place_of
 from elastic import ElasticTrainer, ScalingConfig
 from elastic.driver.resume import check_continues
+from elastic.protocol.events import RunEnded
 from elastic.protocol.run_paths import RunPaths
+from elastic.reporting.event_log import EventLog
 from tests.support.slice_tables import slice_table
 from tests.support.tiny import SETTINGS, tiny_task, write_text
 from tests.support.tiny_checkpoint import NUMBERS, write_state
@@ -260,9 +262,17 @@ def test_facts_that_are_not_json_are_refused_before_the_run() -> None:
         task.prepare(TRAIN, "")
 
 
+@pytest.mark.parametrize("long", [False, True], ids=["", "with a million events"])
 def test_other_settings_are_refused_before_a_cluster_is_started_to_look_for_a_snapshot(
-    tmp_path: Path,
+    tmp_path: Path, long: bool
 ) -> None:
+    if long:  # most of them say what machines show, which no start need parse
+        paths = RunPaths(root=tmp_path / "run")
+        paths.root.mkdir()
+        shown = '{"kind": "signs_changed", "time": 1.0, "node": "n1", "names": ' + "[" * 200_000
+        paths.events.write_text(f"{shown}\n")
+        with EventLog(paths.events) as log:
+            log.append(RunEnded(time=2.0, step=5, outcome="stopped", error=None))
     state = {"step": 5, "optimizer_steps": 5, "skipped_in_a_row": 0, **OWN, "seed": 2}
     write_state(
         open_store(tmp_path / "run" / "checkpoints"),

@@ -21,6 +21,7 @@ from elastic.protocol.events import (
     RegroupDone,
     RunEnded,
     RunStarted,
+    SignsChanged,
     StepRecord,
     StepsTimed,
     WorkerLost,
@@ -29,6 +30,7 @@ from elastic.protocol.events import (
 from elastic.reporting import alerts, health_events, incidents, outputs, record_lines, verdicts
 from elastic.reporting.event_log import (
     RecordError,
+    events_to_go_on_from,
     last_events,
     read_events,
     read_steps,
@@ -154,6 +156,23 @@ def test_a_step_whose_time_is_no_number_is_passed_over(tmp_path: Path) -> None:
     damaged = path.read_text().splitlines()[0].replace('"time": 2.0', '"time": 1.2.3')
     path.write_text(path.read_text() + f"{damaged}\n")
     assert [one.step for one in steps_before(path, [])] == [3]
+
+
+def test_of_what_nodes_showed_long_ago_the_last_of_each_is_read_alone(tmp_path: Path) -> None:
+    """A line that must not be parsed would not come out of the parser."""
+
+    def shown(node: str, time: float) -> SignsChanged:
+        return SignsChanged(time=time, node=node, names=[node], signs=[{"name": f"at {time}"}])
+
+    kept = [started(0.5), shown("n1", 2.0), shown("n2", 3.0), shown("n1", 5.0), shown("n1", 6.0)]
+    lines = [json.dumps(one.to_json()) for one in kept]
+    unread = json.dumps(shown("n1", 1.0).to_json()).replace('["n1"]', "[" * 200_000)
+    damaged = lines[1][:-1]
+    path = tmp_path / "e"
+    path.write_text("\n".join([lines[0], unread, *lines[1:], damaged, "damaged"]) + "\n")
+    assert events_to_go_on_from(path, 5.0) == kept
+    assert events_to_go_on_from(path, 9.0) == [kept[0], kept[2], kept[4]]
+    assert events_to_go_on_from(tmp_path / "none", 5.0) == []
 
 
 def test_an_event_whose_time_is_no_number_is_a_damaged_line(tmp_path: Path) -> None:
