@@ -405,7 +405,7 @@ class Coordinator(CoordinatorApi):
             lambda nodes: self._replacements.not_lost(
                 nodes, max(replayed.newest_s, self.config.started.time)
             ),
-            self._watch_steps,
+            partial(self._go_on, replayed.troubles),
         )
 
     def _give_up_after(self, step: int, *, only_own: bool = False) -> None:
@@ -414,6 +414,11 @@ class Coordinator(CoordinatorApi):
             _once_answered(lambda: self._retreat.give_up_after(step, only_own=only_own))
         except CheckpointError as error:
             self._membership.stop(f"Later checkpoints cannot be set aside: {error}")
+
+    def _go_on(self, troubles: Sequence[events.TrainingTrouble]) -> None:
+        """The run is known to a coordinator that was started anew."""
+        self._watch_steps()
+        self._training.take_up(troubles)
 
     def _watch_steps(self) -> None:
         """From now on a step is due: a roster has been decided, or stands as it did."""

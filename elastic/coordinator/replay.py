@@ -70,6 +70,8 @@ class Replay:
     """Samples that were passed over since it began."""
     going_back: int | None
     """Step that it was going back to, where no roster has stood since."""
+    troubles: tuple[events.TrainingTrouble, ...]
+    """What was found of the training, and is to be acted on still."""
 
 
 def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -> Replay:
@@ -115,6 +117,7 @@ def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -
         replacements=tuple(_all(happened, events.NodeReplacement)),
         skips=tuple(Skip(*e.skip) for e in _all(happened, events.WentBack) if e.skip),
         going_back=_going_back(happened),
+        troubles=_troubles(happened),
     )
 
 
@@ -173,6 +176,21 @@ def _going_back(happened: Sequence[events.Event]) -> int | None:
         elif isinstance(event, events.RegroupDone) and event.outcome == "restore":
             back = None
     return back
+
+
+def _troubles(happened: Sequence[events.Event]) -> tuple[events.TrainingTrouble, ...]:
+    """See `Replay.troubles`. What the run goes back behind, for whatever reason, is found again."""
+    found: list[events.TrainingTrouble] = []
+    for event in happened:
+        if isinstance(event, events.TrainingTrouble) and event.action != "warn":
+            found.append(event)
+        elif isinstance(event, events.EndDecided):
+            found = []
+        elif isinstance(event, events.WentBack) or (
+            isinstance(event, events.RegroupDone) and event.outcome == "restore"
+        ):
+            found = [trouble for trouble in found if trouble.last < event.step]
+    return tuple(found)
 
 
 def _until(happened: Sequence[events.Event]) -> int | None:

@@ -84,6 +84,14 @@ class TrainingWatch:
             if not self._goes_back:
                 self._keep(record.step + 1)
 
+    def take_up(self, troubles: Sequence[events.TrainingTrouble]) -> None:
+        """Does what is due by the records, and a coordinator before this one had no time for. To be
+        called when the run is known."""
+        for trouble in troubles:
+            if not self._goes_back:
+                self._keep(trouble.last)
+                self._act(trouble)
+
     def _action(self, finding: Finding) -> Action:
         config = self._config
         actions: dict[str, Action] = {
@@ -95,30 +103,31 @@ class TrainingWatch:
         return actions[finding.kind]
 
     def _meet(self, finding: Finding) -> None:
-        action = self._action(finding)
-        self._records.note(
-            events.TrainingTrouble(
-                time=time.time(),
-                trouble=finding.kind,
-                first=finding.first,
-                last=finding.last,
-                detail=finding.detail,
-                action=action,
-            )
+        trouble = events.TrainingTrouble(
+            time=time.time(),
+            trouble=finding.kind,
+            first=finding.first,
+            last=finding.last,
+            detail=finding.detail,
+            action=self._action(finding),
         )
-        if finding.kind == "nonfinite" and action == "stop":
+        self._records.note(trouble)
+        self._act(trouble)
+
+    def _act(self, trouble: events.TrainingTrouble) -> None:
+        if trouble.trouble == "nonfinite" and trouble.action == "stop":
             return  # the workers end it, and name the samples
-        error = f"step {finding.last}: {finding.detail}"
-        if action == "stop":
+        error = f"step {trouble.last}: {trouble.detail}"
+        if trouble.action == "stop":
             self._dispatcher.spawn(
                 self._dispatcher.stop(
-                    f"{error} (health.training.on_{finding.kind} is 'stop')", USER_ERROR
+                    f"{error} (health.training.on_{trouble.trouble} is 'stop')", USER_ERROR
                 )
             )
-        elif action == "skip_data":
-            self._skip(finding, error)
+        elif trouble.action == "skip_data":
+            self._skip(trouble.first, error)
 
-    def _skip(self, finding: Finding, error: str) -> None:
+    def _skip(self, first: int, error: str) -> None:
         config, skips = self._config, self._membership.skips
         if len(skips) >= config.max_skips:
             self._dispatcher.spawn(
@@ -130,10 +139,8 @@ class TrainingWatch:
             )
             return
         self._goes_back = True
-        skip = Skip(finding.first, config.skip_steps)
-        self._dispatcher.spawn(
-            self._retreat.go_back(at_most=finding.first, reason=error, skip=skip)
-        )
+        skip = Skip(first, config.skip_steps)
+        self._dispatcher.spawn(self._retreat.go_back(at_most=first, reason=error, skip=skip))
 
 
 def _facts(record: events.StepRecord) -> StepFacts:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -428,6 +428,36 @@ def test_one_asks_who_calls_it_before_it_has_said_where_it_stands(
     with pytest.raises(UnheardError):
         asyncio.run(coordinator.watch("a", 0))
     asyncio.run(coordinator.end("interrupted", None))
+
+
+@pytest.mark.parametrize("action", ["skip_data", "stop"])
+def test_what_one_before_it_found_of_the_training_and_had_no_time_for_is_done(
+    config: CoordinatorConfig, action: Literal["skip_data", "stop"]
+) -> None:
+    """A finding is told once, with the step that completes it, which is in the records."""
+    trouble = events.TrainingTrouble(
+        time=4.0, trouble="loss_spike", first=2, last=3, detail="it is high", action=action
+    )
+    write(config, config.started, BEGUN, trouble, steps=5)
+
+    async def go_on() -> Stop | None:
+        coordinator = Coordinator(config)
+        membership, retreat = coordinator._membership, coordinator._retreat
+        await coordinator.known()
+        while not (membership.stopped or membership.progress.going_back) or retreat._going:
+            await asyncio.sleep(0.001)
+        stop = await coordinator.verdict()
+        await coordinator.end("interrupted", None)
+        return stop
+
+    stop = asyncio.run(asyncio.wait_for(go_on(), 10.0))
+    happened = read_events(config.paths.events)
+    assert kinds(happened).count("training_trouble") == 1, "it is told once"
+    back = [(e.step, e.skip) for e in happened if isinstance(e, events.WentBack)]
+    if action == "skip_data":
+        assert stop is None and back == [(0, [2, config.health.training.skip_steps])]
+    else:
+        assert stop is not None and "step 3: it is high" in str(stop.error) and not back
 
 
 def test_what_has_happened_is_read_and_not_held(

@@ -139,6 +139,7 @@ def replayed(
         replacements=(),
         skips=(),
         going_back=None,
+        troubles=(),
     )
 
 

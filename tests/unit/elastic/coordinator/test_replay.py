@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -137,6 +137,38 @@ def test_what_became_of_suspect_machines_in_this_start(tmp_path: Path) -> None:
     paths = write(tmp_path, [*before, started(0.5), told("held_back"), told("begun")], [])
     assert replay_of(paths, 0).replacements == (told("held_back"), told("begun"))
     assert replacements_begun(read_events(paths.events)) == [1.0, 1.0]
+
+
+def trouble(last: int, action: Literal["warn", "stop", "skip_data"]) -> events.TrainingTrouble:
+    return events.TrainingTrouble(
+        time=3.0, trouble="loss_spike", first=last - 1, last=last, detail="", action=action
+    )
+
+
+def went_back(at: int) -> events.WentBack:
+    return events.WentBack(time=4.0, step=at, before=9, reason="")
+
+
+SKIP = trouble(5, "skip_data")
+
+
+@pytest.mark.parametrize(
+    ("since", "open_still"),
+    [
+        ([], [SKIP]),
+        ([trouble(5, "warn"), regrouped(4.0, 2, 6, "repeat")], [SKIP]),
+        ([trouble(6, "stop")], [SKIP, trouble(6, "stop")]),
+        ([went_back(4)], []),
+        ([regrouped(4.0, 2, 5, "restore")], []),
+        ([regrouped(4.0, 2, 6, "restore")], [SKIP]),  # its steps are not done again
+        ([events.EndDecided(time=4.0, error="too many", cause=None)], []),
+    ],
+)
+def test_trouble_of_the_training_that_nothing_came_of_yet(
+    tmp_path: Path, since: list[events.Event], open_still: list[events.TrainingTrouble]
+) -> None:
+    happened = [started(0.0), regrouped(1.0, 1, 0, "start"), SKIP, *since]
+    assert list(replay_of(write(tmp_path, happened, []), 0).troubles) == open_still
 
 
 def test_steps_that_were_given_up_do_not_count(tmp_path: Path) -> None:
