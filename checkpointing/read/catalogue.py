@@ -143,21 +143,23 @@ def set_aside(store: Store, keys: Keys, step: int) -> None:
     store.delete(key)
 
 
-def set_foreign_aside(store: Store, keys: Keys, step: int, why: str = "not this run's") -> None:
+def set_foreign_aside(
+    store: Store, keys: Keys, step: int, why: str = "not this run's", *, ending: str = ""
+) -> None:
     """Moves a commit record out of the way that is not the run's own, or what else `why` says of
-    it.
+    it; `ending` is that of its key where it was set aside already.
 
     It and its segments stay until somebody deletes it (`Survey.aside`). None there is fine.
     """
     key = keys.commit(step)
-    if (record := _record(store, key)) is None:
+    if (record := _record(store, f"{key}{ending}")) is None:
         return
     for number in itertools.count():
         kept = f"{key}{FOREIGN}.{number}" if number else f"{key}{FOREIGN}"
         if store.put_if_absent(kept, record) or store.get(kept) == record:  # by a killed start
             break
     _log.warning("%s is %s, and is kept as %s", key, why, kept)
-    store.delete(key)
+    store.delete(f"{key}{ending}")
 
 
 def _record(store: Store, key: str) -> bytes | None:

@@ -9,8 +9,8 @@ pin and a deletion never both succeed, however many processes try at once, and n
                On a full disk it does without
     import     creates the claim "importing" before it writes; refused where there is a claim
     unpin      removes the claim, also one that a killed deletion or import has left
-    give_up    of a run that goes back, or meets damage, and needs the step free: claims it as a
-               deletion does; the record of a pinned one is moved, and kept for people to delete
+    give_up    claims nothing: a run that goes back, or meets damage, needs the step free; the
+               record of a pinned one is moved, and kept for people to delete
 
 A run takes segments that nothing refers to for what killed writers have left. Those of a step that
 is claimed for an import it leaves alone; the claim runs out, so that a killed import keeps its
@@ -37,7 +37,7 @@ from checkpointing.errors import (
     StoreUnavailableError,
 )
 from checkpointing.format.layout import Keys
-from checkpointing.read.catalogue import load_manifest, set_aside, set_foreign_aside
+from checkpointing.read.catalogue import SET_ASIDE, load_manifest, set_aside, set_foreign_aside
 from checkpointing.stores import Store
 
 Claim = Literal["pinned", "deleting", "importing"]
@@ -82,14 +82,13 @@ def give_up(store: Store, keys: Keys, step: int) -> None:
     """Moves the record of a checkpoint out of the way that a run gives up, so that its step can be
     committed again. Retention deletes it (`set_aside`), unless it is pinned: then only people do.
     """
-    try:
-        claim_for_deletion(store, keys, step)
-    except ProtectedError:
-        set_foreign_aside(store, keys, step, "given up, and pinned")
+    why = "given up, and pinned"
+    if read_claim(store, keys, step) == "pinned":
+        set_foreign_aside(store, keys, step, why)
         return
     set_aside(store, keys, step)
-    if read_claim(store, keys, step) == "deleting":  # an import's is its own
-        store.delete(keys.claim(step))
+    if read_claim(store, keys, step) == "pinned":  # since we looked; from here on nobody can
+        set_foreign_aside(store, keys, step, why, ending=SET_ASIDE)
 
 
 def pinned_steps(store: Store, keys: Keys) -> frozenset[int]:
