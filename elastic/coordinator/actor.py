@@ -714,6 +714,12 @@ class Coordinator(CoordinatorApi):
     async def hellos(self) -> int:
         return self._arrivals.hellos
 
+    async def silent(self, workers: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
+        if not self._dispatcher.ready.is_set():
+            return None
+        there = {(one.node, one.pid) for one in self._workers.started.values()}
+        return [one for one in workers if one not in there]
+
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         if (failover := self._failing_over) is not None:
             failover.begin()

@@ -208,6 +208,11 @@ class DriverCalls(Protocol):
     async def hellos(self) -> int:
         """Workers that have started so far."""
 
+    async def silent(self, workers: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
+        """Those of these, each given by node and process, that are no workers of the run: they have
+        not said hello, or were written off. None: a coordinator that was started anew does not know
+        yet."""
+
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         """Ray Train's controller has seen the end of these, each given by node and process."""
 

@@ -130,6 +130,8 @@ class ElasticController(TrainController):
         policy: Any = self._failure_policy
         workers = list(group.get_workers())
         at_work = find_at_work(status.worker_statuses)
+        for position in group.silent() & at_work.keys():
+            del at_work[position]
         ended = [worker for i, worker in enumerate(workers) if i not in at_work]
         failures = group.settle()
         if policy.over():

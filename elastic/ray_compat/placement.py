@@ -8,7 +8,7 @@ next is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +20,11 @@ GroupState = Literal["pending", "placed", "lost"]
 
 Seat = tuple[str, int]
 """Group and bundle."""
+
+TOLD_S = 60.0
+"""A worker that has had its work for so long and has not said hello is told of: it imports."""
+SILENT_S = 600.0
+"""And one that has not by then is ended: several times what imports from a slow disk take."""
 
 _EARLY_S = 20.0
 """A worker that ends before has done next to nothing."""
@@ -97,6 +102,41 @@ class FutileStarts:
             self._hellos, self._settled, self.in_a_row = hellos, launches, 0
         elif newest > self._settled:
             self.in_a_row += 1
+
+
+class Silence:
+    """Which workers have long had their work, and have not said hello to the coordinator: an import
+    or a driver may hang. Before they do no agent watches them, and the start waits for them."""
+
+    def __init__(self) -> None:
+        self._begun_s: dict[int, float] = {}
+        self._heard: set[int] = set()
+        self._told: set[int] = set()
+
+    def late(self, launches: Iterable[int], now_s: float) -> list[int]:
+        """Those of these workers, by their launches, of whom it should be asked whether they have
+        said hello. They have had their work since they were first seen here."""
+        seen = {launch: self._begun_s.setdefault(launch, now_s) for launch in launches}
+        return [
+            launch
+            for launch, begun_s in seen.items()
+            if launch not in self._heard and now_s - begun_s > TOLD_S
+        ]
+
+    def judge(
+        self, late: Iterable[int], silent: Collection[int], now_s: float
+    ) -> tuple[list[int], list[int]]:
+        """Which of the `late` are to be told of now, and which are to be ended.
+
+        Args:
+            late: of whom it was asked.
+            silent: who of them has not said hello.
+            now_s: on the same clock.
+        """
+        self._heard.update(set(late) - set(silent))
+        told = [launch for launch in silent if launch not in self._told]
+        self._told.update(told)
+        return told, [one for one in silent if now_s - self._begun_s[one] > SILENT_S]
 
 
 class Pauses:

@@ -46,10 +46,13 @@ from elastic.ray_compat.cluster import (
 from elastic.ray_compat.groups import PlacementGroups
 from elastic.ray_compat.placement import (
     MOST_PENDING_GROUPS,
+    SILENT_S,
+    TOLD_S,
     GroupState,
     GroupView,
     Pauses,
     Seat,
+    Silence,
     Wanted,
     plan_group_sizes,
     plan_placement,
@@ -61,6 +64,8 @@ _ANSWER_S = 30.0
 """How long Ray may take for an answer on a busy machine, where workers themselves have less."""
 _MOST_S = 600.0
 """One that is not there after this is ended, whatever workers may have: the run waits for it."""
+_MOST_NAMED = 8
+"""Workers that a warning names."""
 _LOOK_S = 0.5
 """How often a new controller looks which workers have answered."""
 
@@ -122,7 +127,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self._ranks: dict[Seat, int] = {}
         self._new_ranks = itertools.count(context.num_workers)
         self._starting: set[Seat] = set()
-        self._pauses = Pauses()
+        self._pauses, self._silence = Pauses(), Silence()
         self._news: queue.SimpleQueue[tuple[Seat, SeatedWorker | Exception]] = queue.SimpleQueue()
 
     # -- the first workers, all at once ------------------------------------------------------------
@@ -225,6 +230,44 @@ class ElasticWorkerGroup(WorkerGroup):
         if started:
             self._set_workers([*self.get_workers(), *started])
         return failures
+
+    def silent(self) -> set[int]:
+        """Positions of workers that are to be ended, as they do not say hello (`Silence`). Warns of
+        those that take long, with their nodes: nobody else knows of them."""
+        now_s, workers = time.monotonic(), self.get_workers()
+        at = {worker.launch: position for position, worker in enumerate(workers)}
+        late = self._silence.late(at, now_s)
+        if not late:
+            return set()
+        known = {launch: workers[at[launch]].metadata for launch in late}
+        processes = {launch: (one.node_id, one.pid) for launch, one in known.items()}
+        try:
+            silent = self._coordinator.call(CoordinatorApi.silent, list(processes.values()))
+        except ray.exceptions.RayError:  # it has ended for good, and the run with it
+            return set()
+        if silent is None:
+            return set()
+        unheard = set(silent)
+        quiet = [launch for launch, process in processes.items() if process in unheard]
+        told, ended = self._silence.judge(late, quiet, now_s)
+        for launches, seconds, what in (
+            (told, TOLD_S, f"are ended after {SILENT_S:g} s"),
+            (ended, SILENT_S, "are ended now, and replaced"),
+        ):
+            if launches:
+                log.warning(
+                    "%d workers have not said hello %g s after they were started, and %s: what "
+                    "they import, or their first look at the device, hangs? %s",
+                    len(launches),
+                    seconds,
+                    what,
+                    "; ".join(
+                        f"process {known[one].pid} on node {known[one].node_id} "
+                        f"({known[one].node_ip})"
+                        for one in launches[:_MOST_NAMED]
+                    ),
+                )
+        return {at[launch] for launch in ended}
 
     def dismiss(self, ended: list[SeatedWorker]) -> None:
         """Forgets workers that have ended; their seats are free."""

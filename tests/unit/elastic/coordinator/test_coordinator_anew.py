@@ -106,6 +106,21 @@ def test_one_that_was_lost_before_it_wrote_a_line_begins_the_run(
     assert kinds(begun) == ["run_started", "coordinator_started"]
 
 
+def test_who_has_not_said_hello_is_known_once_the_run_is(config: CoordinatorConfig) -> None:
+    write(config, config.started, BEGUN)
+    coordinator = Coordinator(config)
+    identity = Identity(worker="w", rank=0, node="n", pid=1)
+
+    async def run() -> None:
+        asked = [("n", 1), ("n", 2), ("m", 1)]
+        assert await coordinator.silent(asked) is None
+        await coordinator.known()  # waits for nobody
+        coordinator._workers.started["w"] = identity
+        assert await coordinator.silent(asked) == [("n", 2), ("m", 1)]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("there", [None, RunIdentity(id="another")])
 def test_one_that_does_not_see_the_run_directory_waits_for_it(
     config: CoordinatorConfig,
