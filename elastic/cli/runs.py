@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from checkpointing import (
     Keys,
@@ -78,7 +79,7 @@ def _recorded_store(name: str) -> str | StorePlace | None:
     for one in last_events(RunPaths(root=named_directory(name)).events, RunStarted):
         if isinstance(one, RunStarted) and one.store:
             place, told = place_of(one.store), one.store_settings
-            known = {setting: told[setting] for setting in SETTINGS if setting in told}
+            known: dict[str, Any] = {n: told[n] for n in SETTINGS if n in told}
             return replace(place, **known) if isinstance(place, S3Config) else one.store
     return None
 

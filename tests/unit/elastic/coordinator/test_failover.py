@@ -330,6 +330,7 @@ async def hear_of_a_loss_of_nobody(desk: Desk) -> None:
 def test_a_loss_of_whom_the_records_do_not_know_ends_nobody(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     asyncio.run(hear_of_a_loss_of_nobody(desk))
+    assert desk.ready == [True] and desk.membership.stopped is None
     assert desk.workers.started.keys() == {SPARE.worker} and desk.agents.killed == []
     desk.records.end("interrupted", None).result()
 

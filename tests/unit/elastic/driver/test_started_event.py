@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -44,7 +45,8 @@ def test_the_records_tell_where_checkpoints_go_that_are_not_in_the_run_directory
         started = told_to_the_coordinator(trainer, tmp_path).started
         return started.store, started.store_settings
 
-    url, settings = "s3://bucket/runs", {"region": "eu-west-1", "expected_owner": "123456789012"}
+    url = "s3://bucket/runs"
+    settings: dict[str, Any] = {"region": "eu-west-1", "expected_owner": "123456789012"}
     assert told(None) == ("", {})
     assert told(url) == (f"{url}/run", {})
     assert told(S3Config(url=url, **settings, part_bytes=8 << 20)) == (f"{url}/run", settings)

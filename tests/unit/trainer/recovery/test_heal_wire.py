@@ -302,9 +302,11 @@ def test_a_stranger_that_speaks_slowly_is_waited_for_no_longer(
 
     with ThreadPoolExecutor(1) as pool:
         speaks = pool.submit(speak)
-        with pytest.raises(HealError, match=r"did not prove who it is in 0\.5 s"):
-            welcome(wire[1], meeting_at(pair[0]), Facts(STATE_BYTES, 0, 0))
-        told.set()
+        try:
+            with pytest.raises(HealError, match=r"did not prove who it is in 0\.5 s"):
+                welcome(wire[1], meeting_at(pair[0]), Facts(STATE_BYTES, 0, 0))
+        finally:
+            told.set()
         speaks.result(DEADLINE_S)
 
 
