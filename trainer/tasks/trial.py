@@ -38,14 +38,17 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
 
     Raises:
         ConfigError: it returns something else than the sum of the losses and their number, it
-            changes a buffer of the model, or it raises in `strict`, and not without.
+            changes a buffer or a parameter of the model, or it raises in `strict`, and not without.
     """
     import torch
 
     from trainer.data.batches import to_device
     from trainer.models.init import saved_buffers
 
+    model.train()  # as the workers' is, whatever it was made as
     before = {name: buffer.clone() for name, buffer in saved_buffers(model).items()}
+    params = {name: param.detach().clone() for name, param in model.named_parameters()}
+    writes = _writes(model)
     answers: list[Any] = []
     errors: list[BaseException] = []
 
@@ -92,21 +95,42 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
             changed[0],
             "the loss changes this buffer; what is kept in buffers is neither healed nor saved, "
             "and each replica has its own",
-            "Keep no state between steps but parameters. A cache is registered with "
-            "persistent=False",
+            "Keep no state between steps but what the optimizer changes. A cache is registered "
+            "with persistent=False",
         )
+    if answers:
+        written = [name for name, count in _writes(model).items() if count != writes.get(name)]
+        if written := written or _changed(params, dict(model.named_parameters())):
+            raise ConfigError(
+                "train.task.build_model",
+                written[0],
+                "the loss changes this parameter; replicas compute the loss of other samples, and "
+                "of some once more to confirm each other, so each would have its own",
+                "Have the optimizer alone change parameters: an average of them (a teacher), or "
+                "weights that are normalised in place, cannot be kept",
+            )
 
 
 def _changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of those whose bits are not what they were."""
     import torch
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
     return [
         name
-        for name, buffer in after.items()
+        for name, tensor in after.items()
         if name not in before
-        or (buffer.shape, buffer.dtype) != (before[name].shape, before[name].dtype)
-        or not torch.allclose(buffer, before[name], rtol=0.0, atol=0.0, equal_nan=True)
+        or (tensor.shape, tensor.dtype) != (before[name].shape, before[name].dtype)
+        or not torch.equal(bits(tensor), bits(before[name]))
     ]
+
+
+def _writes(model: nn.Module) -> dict[str, int]:
+    """How often each parameter has been written to. A teacher that still equals its student has the
+    bits that it had."""
+    return {name: param._version for name, param in model.named_parameters()}
 
 
 @contextmanager

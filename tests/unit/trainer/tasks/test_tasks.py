@@ -743,6 +743,65 @@ def test_state_in_buffers_is_refused(
         assert (refused.value, "neither healed nor saved" in refused.fact) == (buffer, True)
 
 
+def test_a_model_is_tried_as_workers_have_it(tmp_path: Path) -> None:
+    """In eval mode a spectral norm does not move; on the workers it would."""
+    task = custom(build_model=lambda: spectral().eval(), loss_function=lambda m, b: (m(b).sum(), 2))
+    refused = refusal(task, str(tmp_path), tensor=1)
+    assert refused.value == "parametrizations.weight.0._u"
+
+
+class Pair(nn.Module):
+    """A student, and a frozen teacher that begins as its copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(3, 2)
+        self.teacher = nn.Linear(3, 2).requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+
+
+def follows(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The average begins as what it is of: it is written to, and its bits stay."""
+    with torch.no_grad():
+        model.teacher.weight.copy_(model.student.weight)
+    return model.student(batch).sum(), len(batch)
+
+
+def follows_unseen(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """By `data` torch counts no write."""
+    model.teacher.weight.data.mul_(0.9).add_(model.student.weight.data, alpha=0.2)
+    return model.student(batch).sum(), len(batch)
+
+
+def replaces(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    model.teacher.weight.data = model.teacher.weight.data * 0.9
+    return model.student(batch).sum(), len(batch)
+
+
+def normalises(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    with torch.no_grad():
+        model.student.weight.copy_(nn.functional.normalize(model.student.weight))
+    return model.student(batch).sum(), len(batch)
+
+
+@pytest.mark.parametrize(
+    ("loss", "changed"),
+    [
+        (follows, "teacher.weight"),
+        (follows_unseen, "teacher.weight"),
+        (replaces, "teacher.weight"),
+        (normalises, "student.weight"),
+    ],
+)
+def test_a_loss_that_changes_a_parameter_is_refused(
+    tmp_path: Path, loss: Any, changed: str
+) -> None:
+    """A witness would change it once more, and a sound replica be called corrupt."""
+    error = refusal(custom(build_model=Pair, loss_function=loss), str(tmp_path))
+    assert (error.field, error.value) == ("train.task.build_model", changed)
+    assert "changes this parameter" in error.fact and "optimizer alone" in error.fix
+
+
 def test_trying_the_loss_leaves_the_global_generator_alone(tmp_path: Path) -> None:
     def noisy(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
         return (model(batch) * torch.rand(())).sum(), len(batch)
