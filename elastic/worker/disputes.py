@@ -24,6 +24,11 @@ CORRUPT_EXIT_CODE = 71
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _WRONG = "its replica's gradient of the lane that was drawn is not the others' in step"
+_NO_FAULT = (
+    "the dataset gives other items for an index that is read again, or the model draws from "
+    "another generator than torch's"
+)
+"""By these two a sound replica is taken for one that is not."""
 
 
 class Disputes:
@@ -103,7 +108,8 @@ class Disputes:
                 self._gradients = NO_STEP, (), None
             return True
         if run.position in [positions[outlier] for outlier in found.outliers]:
-            self._leave(run, f"{_WRONG} {step}: {mine:x} of {shown}", spread=False)
+            detail = f"{_WRONG} {step}: {mine:x} of {shown}. So it is, too, where {_NO_FAULT}"
+            self._leave(run, detail, spread=False)
         if not found.decided:
             if again and run.position == positions[0]:
                 self._end_run(run, step, positions, shown)
@@ -114,8 +120,7 @@ class Disputes:
         error = (
             f"the replicas at positions {positions} of the roster compute other gradients of one "
             f"lane in step {step}, twice: {shown}. With a third replica a majority shows which is "
-            f"wrong (scaling.max_replicas). None is where the dataset gives other items for an "
-            f"index that is read again, or the model draws from another generator than torch's"
+            f"wrong (scaling.max_replicas). None is where {_NO_FAULT}"
         )
         self._outbox.flush()
         self._coordinator.call(CoordinatorApi.fail, error, self._worker, None, run.generation)

@@ -1,9 +1,12 @@
 """Whether a user's loss is a sum and a count, leaves the model as it was, and can be computed with
-the bits that the run promises: tried on the driver, before anything starts."""
+the bits that the run promises: tried on the driver, before anything starts.
+
+Of random numbers those of torch alone are the run's: it is seeded before each micro-batch."""
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from checkpointing.field_types import type_name
 from trainer.errors import ConfigError, blame
 
 if TYPE_CHECKING:
@@ -25,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _SAMPLES = 2
 _LONGEST_S = 1.5
+_SEED = 2_914_350_667
+"""Of the generators, where the loss is tried once more; nobody's script has seeded them so."""
 
 
 def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> None:
@@ -38,7 +44,8 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
 
     Raises:
         ConfigError: it returns something else than the sum of the losses and their number, it
-            changes a buffer or a parameter of the model, or it raises in `strict`, and not without.
+            changes a buffer or a parameter of the model, or, in `strict`, it raises, and not
+            without, or it or the data draw from a generator that nobody seeds.
     """
     import torch
 
@@ -51,24 +58,33 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
     writes = _writes(model)
     answers: list[Any] = []
     errors: list[BaseException] = []
+    draws: list[_Draws] = []
 
-    def call() -> None:
-        data = task.train_data()
+    def call(seed: int | None) -> None:
+        data, drawn = task.train_data(), _Draws()
         ids = np.arange(min(_SAMPLES, len(data)))
         for strict in (True, False) if determinism == "strict" else (False,):
             try:
                 with _deterministic(strict):
-                    batch = to_device(data.batch(ids), torch.device("cpu"))  # as workers see it
-                    answers.append(task.loss(model, batch))
+                    with _watched(drawn, "dataset", seed):
+                        batch = data.batch(ids)
+                    batch = to_device(batch, torch.device("cpu"))  # as workers see it
+                    with _watched(drawn, "loss_function", seed):
+                        answers.append(task.loss(model, batch))
+                draws.append(drawn)
                 return
             except BaseException as error:  # the user's code
                 errors.append(error)
 
-    with torch.random.fork_rng(devices=[]):
-        thread = threading.Thread(target=call, name="try-loss", daemon=True)
-        thread.start()
-        thread.join(_LONGEST_S)
-    if errors and not answers and not thread.is_alive():
+    def run(seed: int | None = None) -> bool:
+        """Returns whether it came to an end."""
+        with torch.random.fork_rng(devices=[]), _kept_generators():
+            thread = threading.Thread(target=call, args=(seed,), name="try-loss", daemon=True)
+            thread.start()
+            thread.join(_LONGEST_S)
+        return not thread.is_alive()
+
+    if run() and errors and not answers:
         log.warning(
             "on this machine the loss raised %s. The workers will try it: mend it, unless it needs "
             "what only they have",
@@ -109,6 +125,64 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
                 "Have the optimizer alone change parameters: an average of them (a teacher), or "
                 "weights that are normalised in place, cannot be kept",
             )
+    if draws and draws[0] and run(_SEED) and len(draws) > 1:
+        _check_draws(task, determinism, *draws)
+
+
+_Draws = dict[tuple[str, str], object]
+"""Where a generator stood afterwards, by the field of the task and whose it is; of those alone that
+were drawn from."""
+
+
+def _places() -> dict[str, object]:
+    """Where the generators stand that the run does not seed, by whose they are."""
+    kind, keys, *rest = np.random.get_state()
+    return {"Python": random.getstate(), "NumPy": (kind, np.asarray(keys).tobytes(), *rest)}
+
+
+@contextmanager
+def _watched(drawn: _Draws, field: str, seed: int | None) -> Iterator[None]:
+    """Notes in `drawn` what is drawn from in the block. `seed`: where they begin, if not where they
+    are."""
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed)
+    before = _places()
+    yield
+    drawn.update({(field, of): at for of, at in _places().items() if at != before[of]})
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Puts them back."""
+    pythons, numpys = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+
+
+def _check_draws(
+    task: PreparedTask, determinism: Determinism, first: _Draws, again: _Draws
+) -> None:
+    """Whoever seeds a generator by the index before it draws ends where it did before, wherever the
+    generator stood; all others have other numbers on each worker."""
+    for field, of in first:
+        if first[field, of] == again.get((field, of), first[field, of]):
+            continue
+        strict, given = determinism == "strict", getattr(task, field, task.loss)
+        refusal = ConfigError(
+            f"train.task.{field}",
+            given if callable(given) else type_name(given),
+            f"it draws from {of}'s generator, which is not seeded: whoever does a step again has "
+            "other numbers" + (", and a sound replica is called corrupt" if strict else ""),
+            "Draw from torch's generator, or from one of its own that the index seeds"
+            + (", or use determinism='fast'" if strict else ""),
+        )
+        if strict:
+            raise refusal
+        log.warning("%s", refusal)
 
 
 def _changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import random
 import shutil
 import threading
 from collections.abc import Callable
@@ -800,6 +801,85 @@ def test_a_loss_that_changes_a_parameter_is_refused(
     error = refusal(custom(build_model=Pair, loss_function=loss), str(tmp_path))
     assert (error.field, error.value) == ("train.task.build_model", changed)
     assert "changes this parameter" in error.fact and "optimizer alone" in error.fix
+
+
+class Drawing:
+    """Samples that `draw` makes by the index."""
+
+    def __init__(self, draw: Callable[[int], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), self.draw(index))
+
+
+def places() -> tuple[Any, ...]:
+    numpys: Any = np.random.get_state()
+    return random.getstate(), numpys[1].tolist(), numpys[2]
+
+
+def seeded(index: int) -> float:
+    random.seed(index)
+    np.random.seed(index)
+    return random.random() + np.random.rand()
+
+
+def of_its_own(index: int) -> float:
+    return random.Random(index).random() + np.random.default_rng(index).random()
+
+
+def seldom(index: int) -> float:
+    """Most items are what they were, too, when they are read again."""
+    return float(random.random() < 0.01)
+
+
+def masks(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).sum() * random.random(), len(batch)
+
+
+def plain(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).sum(), len(batch)
+
+
+@pytest.mark.parametrize(
+    ("draw", "loss", "field", "whose"),
+    [
+        (lambda index: np.random.rand(), plain, "train.task.dataset", "NumPy"),
+        (seldom, plain, "train.task.dataset", "Python"),
+        (float, masks, "train.task.loss_function", "Python"),
+        (seeded, masks, "train.task.loss_function", "Python"),
+        (seeded, plain, None, ""),
+        (of_its_own, plain, None, ""),
+        (lambda index: torch.rand(()).item(), plain, None, ""),
+    ],
+    ids=["numpy", "seldom", "loss", "loss after seeded items", "seeded", "own", "torch"],
+)
+def test_numbers_that_nobody_seeds_are_refused_in_strict(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    draw: Callable[[int], float],
+    loss: Any,
+    field: str | None,
+    whose: str,
+) -> None:
+    """A witness reads other items than the replica whose gradient it confirms."""
+    task = custom(build_model=lambda: nn.Linear(3, 2), dataset=Drawing(draw), loss_function=loss)
+    before = places()
+    fast = TrainConfig(task=task, steps=1, global_batch=1, determinism="fast")
+    assert task.prepare(fast, str(tmp_path)) is task
+    if field is None:
+        assert prepare(task, str(tmp_path)) is task
+        assert not caplog.messages
+    else:
+        error = refusal(task, str(tmp_path))
+        assert error.field == field
+        assert error.fact.startswith(f"it draws from {whose}'s generator")
+        (told,) = caplog.messages
+        assert told.startswith(f"{field} = ") and whose in told
+    assert places() == before
 
 
 def test_trying_the_loss_leaves_the_global_generator_alone(tmp_path: Path) -> None:
