@@ -83,7 +83,8 @@ class Optimizer(Schedule, Protocol):
 
         Args:
             params: by the parameter's name, its local slice, which may be empty. All of them are to
-                be in the optimizer's groups; before each step every group's `lr` is set.
+                be in the optimizer's groups, with one `lr`; before each step that of every group is
+                set to the same rate.
         """
         ...
 

@@ -39,6 +39,9 @@ class SliceOptimizer:
         slices: the trainable local slices, by the parameter's name.
         counter: form of the step counter in each slice's state; None where it keeps none.
         compiled: see TrainConfig.
+
+    Raises:
+        ConfigError: what `make` has made has other parameters, or several learning rates.
     """
 
     def __init__(
@@ -98,9 +101,39 @@ def _make(
     config: Optimizer, slices: Mapping[str, nn.Parameter], compiled: Compile
 ) -> torch.optim.Optimizer:
     optimizer = config.make(slices)
+    _check_groups(config, optimizer, slices)
     if compiled != "off" and isinstance(optimizer, RoundedAdamW):
         optimizer.compile(required=compiled == "require")
     return optimizer
+
+
+def _check_groups(
+    config: Optimizer, optimizer: torch.optim.Optimizer, slices: Mapping[str, nn.Parameter]
+) -> None:
+    """The trial's parameters have names of their own: what goes by names shows with the model's."""
+    groups = optimizer.param_groups
+    # Of a slice without numbers nothing is left to update.
+    grouped = [id(param) for group in groups for param in group["params"] if param.numel()]
+    given = {id(param): name for name, param in slices.items() if param.numel()}
+    if sorted(grouped) != sorted(given):
+        left_out = [name for place, name in given.items() if place not in grouped]
+        raise ConfigError(
+            "train.optimizer",
+            config,
+            f"its groups have {len(grouped)} tensors, of {len(given)} parameters given"
+            + (f"; {left_out[0]} is in none" if left_out else ""),
+            "Have make(params) give each of them to the optimizer once, as it is",
+        )
+    rates = sorted({float(group["lr"]) for group in groups if "lr" in group})
+    if len(rates) > 1:
+        raise ConfigError(
+            "train.optimizer",
+            config,
+            f"its groups have the learning rates {', '.join(map(str, rates))}, and a run has one: "
+            "rate(step, steps) is set in every group before each step",
+            "Give all groups one lr. A group's share of it can be another setting of the group, "
+            "which the optimizer's own step() multiplies lr by",
+        )
 
 
 def as_leaf(local: torch.Tensor) -> nn.Parameter:
@@ -215,12 +248,6 @@ class _Trial:
         """What the optimizer keeps, that this begins at zero, and that it is updated in place."""
         params = _parameters(self._weights)
         optimizer = _make(self._config, params, self._compiled)
-        grouped = [id(param) for group in optimizer.param_groups for param in group["params"]]
-        if sorted(grouped) != sorted(map(id, params.values())):
-            self._refuse(
-                f"its groups have {len(grouped)} tensors, of {len(params)} parameters given",
-                "Have make(params) give each of them to the optimizer once, as it is",
-            )
         for group in optimizer.param_groups:
             group["lr"] = _RATES[0]
         _set_gradients(params, self._gradients[0])

@@ -375,6 +375,13 @@ def of_matrices(params: Any, *, lr: float) -> torch.optim.Optimizer:
     return Momentum([param for param in params if param.dim() > 1], lr=lr)
 
 
+def of_two_rates(params: Any, *, lr: float) -> torch.optim.Optimizer:
+    all_of_them = list(params)
+    matrices = [param for param in all_of_them if param.dim() > 1]
+    others = [param for param in all_of_them if param.dim() <= 1]
+    return Momentum([{"params": matrices}, {"params": others, "lr": lr / 10}], lr=lr)
+
+
 REFUSED: list[tuple[Any, str]] = [
     (OfNorms, "its update is not elementwise"),
     (OfRows, "its update is not elementwise"),
@@ -390,7 +397,8 @@ REFUSED: list[tuple[Any, str]] = [
     (CountingInInts, r"state\['step'\] is 1 after one step"),
     (Standing, "leaves a parameter as it is"),
     (Failing, "raised ValueError: no such kernel"),
-    (of_matrices, "its groups have 1 tensors, of 3 parameters given"),
+    (of_matrices, "its groups have 1 tensors, of 3 parameters given; vector is in none"),
+    (of_two_rates, r"its groups have the learning rates 0\.01, 0\.1, and a run has one"),
 ]
 
 
@@ -449,6 +457,49 @@ def test_of_torchs_own_the_trial_tells_them_apart(
 def test_the_engine_tries_it_too(replica: tuple[Rendezvous, ReplicaMesh]) -> None:
     with pytest.raises(ConfigError, match="not elementwise"):
         make_engine(replica[1], Made(made=OfNorms))
+
+
+class ByName(Made):
+    """Made of what `made` makes of the parameters by their names."""
+
+    def make(self, params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        """See Optimizer."""
+        return self.made(params)
+
+
+def without_biases(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return Momentum([p for name, p in params.items() if not name.endswith("bias")], lr=0.1)
+
+
+def with_slow_biases(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    biases = [p for name, p in params.items() if name.endswith("bias")]
+    others = [p for name, p in params.items() if not name.endswith("bias")]
+    slow = [{"params": biases, "lr": 0.01}] if biases else []
+    return Momentum([{"params": others}, *slow], lr=0.1)
+
+
+def without_empty_slices(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return Momentum([param for param in params.values() if param.numel()], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("made", "fact"),
+    [
+        (without_biases, "2 tensors, of 4 parameters given; .*bias is in none"),
+        (with_slow_biases, r"the learning rates 0\.01, 0\.1"),
+    ],
+)
+def test_groups_by_names_are_held_against_those_of_the_model(
+    replica: tuple[Rendezvous, ReplicaMesh], made: Any, fact: str
+) -> None:
+    """The trial's parameters have other names."""
+    assert try_optimizer(ByName(made=made)) is None
+    with pytest.raises(ConfigError, match=fact):
+        make_engine(replica[1], ByName(made=made))
+
+
+def test_a_slice_without_numbers_may_be_left_out() -> None:
+    assert try_optimizer(ByName(made=without_empty_slices)) is None
 
 
 @pytest.mark.parametrize(
