@@ -323,7 +323,8 @@ class Worker:
 
     def build(self, answer: Build) -> None:
         """Makes this worker's part of a new replica, without state, or with the one it holds. All
-        workers of the replica do it at once."""
+        workers of the replica do it at once. A custom task's model is compiled in its rehearsal,
+        which may fail with weights that are 0, and else in its first step."""
         if answer.keep:
             self.leave_replica()
         else:
@@ -332,7 +333,8 @@ class Worker:
         former = self.engine
         engine = self.make_engine(answer, former, self.link.leave_now)
         self.settle_in(engine, former, answer)
-        if self.job.train.compile != "off" and answer.kept == "none":
+        compiles = self.job.train.compile != "off" and isinstance(self.job.task, PreparedCausalLM)
+        if compiles and answer.kept == "none":
             self.link.at_step(answer.step, "compile")
             compile_ahead(engine, self.job.lanes)
 
