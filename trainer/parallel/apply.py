@@ -171,7 +171,8 @@ def tensor_dim(param: nn.Parameter) -> int | None:
 def materialize(
     model: nn.Module, device: torch.device, memory: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Gives the sharded meta parameters real, unset memory; buffers keep their values.
+    """Gives the sharded meta parameters real, unset memory; buffers keep their values, and one that
+    has several names stays one.
 
     Args:
         model: it.
@@ -179,7 +180,11 @@ def materialize(
         memory: local slices that some parameters are to have, by name; FSDP2 copies those that it
             pads.
     """
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    there = {
+        id(buffer): torch.empty_like(buffer, device=device).copy_(buffer)
+        for buffer in buffers.values()
+    }
     given = {
         id(param): memory[name]
         for name, param in model.named_parameters()
@@ -188,6 +193,8 @@ def materialize(
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         local = given.get(id(tensor))
+        if id(tensor) in there:
+            return there[id(tensor)]
         if local is None:
             return torch.empty_like(tensor, device=device)
         if not isinstance(tensor, DTensor):
@@ -205,9 +212,6 @@ def materialize(
         )
 
     model._apply(real)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
 
 
 def fill(model: nn.Module, slices: dict[str, TensorSlice], source: WeightSource) -> None:

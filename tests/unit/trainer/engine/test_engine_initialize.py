@@ -16,6 +16,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.parallel.layout import ParallelDims, Slot
+from trainer.parallel.mesh import ReplicaMesh
 from trainer.replication.lane_sums import LaneSums
 from trainer.tasks.custom import CustomTask
 
@@ -104,6 +105,7 @@ from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import ParallelDims, Slot
+from trainer.parallel.mesh import ReplicaMesh
 from trainer.tasks.custom import CustomTask
 
 task = CustomTask(
@@ -127,3 +129,26 @@ def test_a_warm_spare_has_nothing_to_import() -> None:
         [sys.executable, "-c", FIRST], capture_output=True, text=True, check=True
     )
     assert first.stdout.split() == []
+
+
+class Masked(nn.Module):
+    """Blocks that share a mask, which each has as its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.ones(2, 2, dtype=torch.bool).tril()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        for block in self.blocks:
+            block.register_buffer("mask", mask, persistent=False)
+        self.register_buffer("scale", torch.tensor([0.5]))
+
+
+def test_a_buffer_with_several_names_stays_one(replica: tuple[Rendezvous, ReplicaMesh]) -> None:
+    task = CustomTask(build_model=Masked, loss_function=lambda m, b: (m(b).sum(), 1), dataset=[0])
+    train = TrainConfig(task=task, steps=1, global_batch=1)
+    slot = Slot(replica=0, rank=0, dims=ParallelDims())
+    engine = Engine(task, train, slot=slot, mesh=replica[1], device="cpu", max_replicas=1)
+    found = dict(engine.model.named_buffers(remove_duplicate=False))
+    assert found["blocks.0.mask"] is found["blocks.1.mask"]
+    assert found["blocks.1.mask"].tolist() == [[True, False], [True, True]]
+    assert found["scale"].tolist() == [0.5]
