@@ -190,7 +190,9 @@ class BackwardWatch:
             self._finished, self._finish, self._running = 0, None, False
 
     def _forward(self, index: int, module: nn.Module, *_: Any) -> None:
-        if module.training and not self._running:  # else an evaluation, or recomputed activations
+        # Of a forward without gradient that trains, a checkpoint may make a backward all the same.
+        evaluates = not module.training and not torch.is_grad_enabled()
+        if not evaluates and not self._running:  # else recomputed activations
             self._due[index] += 1
 
     def _reduced(self, index: int, reduced: torch.Tensor) -> None:

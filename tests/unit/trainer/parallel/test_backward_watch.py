@@ -75,9 +75,12 @@ def gradients(model: nn.Module) -> list[list[torch.Tensor | None]]:
     ]
 
 
-def watched(model: Stack, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> list[int]:
-    """What the watch says in a second step; checks that it was true when it said so."""
-    watch = BackwardWatch(model, 1)
+def watched(
+    model: Stack, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor], ranks: int = 1
+) -> list[int]:
+    """What the watch says in a second step; checks that it was true when it said so. With several
+    `ranks` FSDP2 reduces, here over one, also what has no gradient."""
+    watch = BackwardWatch(model, ranks)
     for step in range(2):
         said: list[tuple[int, list[list[torch.Tensor | None]]]] = []
         value = loss(model, torch.randn(5, 4, generator=torch.Generator().manual_seed(step)))
@@ -103,6 +106,22 @@ def one_pass(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def two_passes(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x) * model(-x)).sum()
+
+
+def one_pass_in_eval_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As of a virtual adversary: both passes have a gradient."""
+    trained = model(x)
+    model.eval()
+    other = model(-x)
+    model.train()
+    return (trained * other).sum()
+
+
+def two_passes_in_eval_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    value = two_passes(model, x)
+    model.train()
+    return value
 
 
 def test_groups_come_last_layer_first_and_the_root_last() -> None:
@@ -134,6 +153,16 @@ def test_no_group_is_finished_before_its_last_gradient(
 ) -> None:
     said = watched(shard(model), loss)
     assert said == sorted(said)
+
+
+@pytest.mark.parametrize("loss", [one_pass_in_eval_mode, two_passes_in_eval_mode])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pass_in_eval_mode_counts_where_it_has_a_gradient(
+    ranks: int, loss: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> None:
+    """Over several ranks FSDP2 reduces after each pass, zeros at first."""
+    said = watched(shard(Stack()), loss, ranks)
+    assert said == ([1, 2, 3] if ranks > 1 else sorted(said))
 
 
 def test_frozen_layers_are_no_groups_and_hold_nothing_up() -> None:
