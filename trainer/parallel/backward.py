@@ -207,6 +207,8 @@ class BackwardWatch:
 
     def _advance(self, index: int) -> None:
         self._memories[index].offer(None)
+        if not self._running:  # a gradient that the loss itself asks for: the backward comes
+            return
         before = self._finished
         while self._finished < len(self._done) and self._done[self._finished]:
             self._finished += 1

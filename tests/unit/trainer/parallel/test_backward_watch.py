@@ -124,6 +124,13 @@ def two_passes_in_eval_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def weighed_by_a_gradient(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The loss takes a gradient of its own, before there is a backward."""
+    value = one_pass(model, x.requires_grad_())
+    (slope,) = torch.autograd.grad(value, x, retain_graph=True)
+    return value * slope.norm()
+
+
 def test_groups_come_last_layer_first_and_the_root_last() -> None:
     model = shard(Stack())
     expected = [[*layer.parameters()] for layer in model.layers[::-1]]
@@ -163,6 +170,11 @@ def test_a_pass_in_eval_mode_counts_where_it_has_a_gradient(
     """Over several ranks FSDP2 reduces after each pass, zeros at first."""
     said = watched(shard(Stack()), loss, ranks)
     assert said == ([1, 2, 3] if ranks > 1 else sorted(said))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_that_the_loss_asks_for_finishes_no_group(ranks: int) -> None:
+    assert watched(shard(Stack()), weighed_by_a_gradient, ranks) == [1, 2, 3]
 
 
 def test_frozen_layers_are_no_groups_and_hold_nothing_up() -> None:
