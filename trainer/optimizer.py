@@ -209,14 +209,24 @@ def check_settings(optimizer: Optimizer, steps: int) -> None:
         ) from error
     _check_warmup(optimizer, steps)
     for step in (0, steps - 1):
-        rate: Any = optimizer.rate(step, steps)
-        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-            raise ConfigError(
-                _WHERE,
-                optimizer,
-                f"the learning rate of step {step} of {steps} is {rate!r}",
-                "Have rate(step, steps) return a finite number, 0 or more",
-            )
+        checked_rate(optimizer, step, steps)
+
+
+def checked_rate(optimizer: Optimizer, step: int, steps: int) -> float:
+    """The learning rate of a step. It is on the step path.
+
+    Raises:
+        ConfigError: it is no number of 0 or more.
+    """
+    rate: Any = optimizer.rate(step, steps)
+    if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise ConfigError(
+            _WHERE,
+            optimizer,
+            f"the learning rate of step {step} of {steps} is {rate!r}",
+            "Have rate(step, steps) return a finite number, 0 or more",
+        )
+    return rate
 
 
 def _check_warmup(optimizer: Any, steps: int) -> None:
