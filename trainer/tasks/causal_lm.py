@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from trainer.models.chunked_head import Entropy
     from trainer.models.init import WeightSource
     from trainer.parallel.compiled import Compile
+
+log = logging.getLogger(__name__)
 
 _Own = TypeVar("_Own", bound="PreparedCausalLM")
 
@@ -86,6 +89,8 @@ class CausalLM:
             config, family, model = self.plan_model(train, data.vocab_size)
         # Raises where there is too little text for one sample.
         TokenDataset(data.train, self.seq_len)
+        if text.holdout > 0 and data.val_tokens <= self.seq_len:
+            self._tell_of_no_evaluation(train, data.val_tokens)
         return PreparedCausalLM(
             config=config,
             seq_len=self.seq_len,
@@ -112,6 +117,24 @@ class CausalLM:
                 "pretrained": pretrained,
             },
         )
+
+    def _tell_of_no_evaluation(self, train: TrainConfig, tokens: int) -> None:
+        """The user wants `tokens` held out, which are no sample.
+
+        Raises:
+            ConfigError: and evaluations of them.
+        """
+        refusal = ConfigError(
+            "train.eval_every",
+            train.eval_every,
+            f"{tokens} tokens are held out, {self.seq_len + 1} needed for one sample: nothing can "
+            "be evaluated",
+            "Use a larger train.task.data.holdout or a shorter train.task.seq_len; holdout=0 where "
+            "no evaluation is wanted",
+        )
+        if train.eval_every is not None:
+            raise refusal
+        log.warning("%s", refusal)
 
     def vocab_size(self) -> int:
         """Tokens of the tokenizer that is given; the most that one to train may have.

@@ -257,6 +257,31 @@ def test_held_out_text_shorter_than_a_sample_is_no_held_out_data(texts: Path, ca
     assert prepare(task_for(texts, holdout=0), cache).eval_data() is None
 
 
+def test_evaluations_that_can_never_come_are_told(
+    texts: Path, cache: str, prepared: PreparedCausalLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default there is one at the end: a run without is warned of, one that asks for more is
+    refused."""
+    seq_len = prepared.info["val_tokens"]
+    for task, told in (
+        (task_for(texts, seq_len=seq_len - 1), False),
+        (task_for(texts, seq_len=seq_len), True),
+    ):
+        train = TrainConfig(task=task, steps=1, global_batch=1, seed=3)
+        task.prepare(train, cache)
+        said = f"{seq_len} tokens are held out, {seq_len + 1} needed for one sample"
+        assert any(said in message for message in caplog.messages) == told
+        often = replace(train, eval_every=5)
+        if told:
+            with pytest.raises(ConfigError, match=said) as refused:
+                task.prepare(often, cache)
+            assert (refused.value.field, refused.value.value) == ("train.eval_every", 5)
+        else:
+            task.prepare(often, cache)
+    none = task_for(texts, seq_len=seq_len, holdout=0)
+    none.prepare(replace(train, task=none, eval_every=5), cache)
+
+
 @pytest.mark.parametrize("seq_len", [0, -1])
 def test_a_sample_has_a_token(texts: Path, cache: str, seq_len: int) -> None:
     error = refusal(task_for(texts, seq_len=seq_len), cache)
