@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,9 +17,11 @@ from torch import nn
 from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.errors import CrossGroupLost
+from trainer.loop.draws import seed_generators
 from trainer.loop.link import Link, LoopConfig, Progress
 from trainer.loop.loader import read
 from trainer.loop.phases import Phase
+from trainer.loop.samples import micro_seed
 from trainer.parallel.apply import forget_gathered
 from trainer.replication.replicas import CrossGroup
 from trainer.replication.step_commit import Place, Saving
@@ -187,7 +190,8 @@ class BetweenSteps:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Mean loss over the held-out samples, split over the replica's shard ranks.
+        """Mean loss over the held-out samples, split over the replica's shard ranks. Random numbers
+        are those of a lane that no replica has.
 
         A fault elsewhere ends it; it is not made up for, unless it is that of the run's end."""
         data, batches = self.engine.task.eval_data(), self.batches()
@@ -199,14 +203,25 @@ class BetweenSteps:
         with _evaluating(self.engine.model):
             for start in batches:
                 # Every rank runs every batch, for its peers' collectives; none is counted twice.
+                # Whoever has nothing left computes as many as the others: of one alone there is no
+                # variance.
                 ids = [start + shard * micro + offset for offset in range(micro)]
                 kept = [index for index in ids if index < count]
                 lost = not (self.all_evaluate or self.meet())
                 self.enter(self.progress.step, "evaluation")
                 if self.all_leave(lost=lost):
                     return
-                due = np.asarray(kept or [0], dtype=np.int64)
-                batch = self.engine.take(read(data, due))
+                taken = np.asarray(kept or range(min(micro, count)), dtype=np.int64)
+                seed = micro_seed(
+                    self.train.seed,
+                    self.progress.step,
+                    self.config.lanes,
+                    start // batches.step,
+                    self.engine.slot.fsdp,
+                )
+                seeded = partial(seed_generators, seed, self.engine.device)
+                seeded()
+                batch = self.engine.take(read(data, taken, seeded))
                 loss, terms = self.engine.task.loss(self.engine.model, batch)
                 if kept and self.engine.slot.tensor == 0:
                     loss_sum, tokens = loss_sum + float(loss), tokens + terms

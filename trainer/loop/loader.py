@@ -36,13 +36,19 @@ log = logging.getLogger(__name__)
 _READER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
 
 
-def read(data: SampleSource, ids: Ids) -> Any:
+def read(data: SampleSource, ids: Ids, seed: Callable[[], object] = bool) -> Any:
     """The samples `ids` as one batch, now. Waits for what is being read.
 
+    Args:
+        data: of which.
+        ids: which.
+        seed: seeds the generators as they are now; a read that failed may have drawn.
+
     Raises:
-        Exception: see `read_patiently`.
+        DataStorageError: see `read_patiently`.
+        Exception: what else the dataset raised.
     """
-    return read_patiently(lambda: _READER.submit(data.batch, ids).result())
+    return read_patiently(lambda: _READER.submit(data.batch, ids).result(), seed)
 
 
 class _Read(NamedTuple):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from tests.support.data_plane import SavingLink, make_engine
+from tests.support.data_plane import SavingLink, WorkerResult, make_engine, run_layout
 from tests.support.fabric import GLOO, FabricGroup
 from tests.support.member import build_model, loss_of, small_task, small_train
 from trainer.backend.groups import leave_replica_group
@@ -82,3 +84,53 @@ def test_a_replica_without_lanes_evaluates_what_it_has_become(meet: Rendezvous) 
         engine.apply(step, scale=1.0)
     assert len(set(expected)) == STEPS
     assert [loss for _, loss, _ in link.evaluations] == pytest.approx(expected, rel=1e-6)
+
+
+def noisy_loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return loss_of(model, batch + torch.randn(batch.shape))
+
+
+class Augmented:
+    """Held-out samples that are drawn."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(8)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"eval_dataset": small_task().dataset[:8], "loss_function": noisy_loss},
+     {"eval_dataset": Augmented()}],
+    ids=["loss", "items"],
+)  # fmt: skip
+def test_what_an_evaluation_draws_does_not_go_by_what_was_computed_before(
+    meet: Rendezvous, changes: dict[str, Any]
+) -> None:
+    """After a fault a replica has had other lanes, and so drawn other numbers."""
+    due, link = between_steps(meet, replace(small_task(), **changes), [])
+    for seed in range(2):
+        torch.manual_seed(seed)
+        due.evaluate()
+    due.progress.step += 1
+    due.evaluate()
+    (_, first, _), (_, again, _), (_, later, _) = link.evaluations
+    assert first == again != later
+
+
+def model_of_batches() -> nn.Module:
+    """Its numbers depend on all samples of a micro-batch, and of one there are none."""
+    norm = nn.BatchNorm1d(64, track_running_stats=False)
+    return nn.Sequential(nn.Linear(8, 64), norm, nn.Linear(64, 16))
+
+
+def test_a_rank_with_nothing_left_evaluates_as_many_as_the_others() -> None:
+    """Two samples are held out, of which the first of two ranks takes both."""
+    held_out = small_task().dataset[:2]
+    task = replace(small_task(), build_model=model_of_batches, eval_dataset=held_out)
+    train = replace(small_train(1, shard=2), task=task)
+    results = run_layout(task, train, replicas=1, lanes=2)
+    assert all(isinstance(result, WorkerResult) for result in results), results
+    assert [[terms for _, _, terms in result.evaluations] for result in results] == [[2 * 16]] * 2
