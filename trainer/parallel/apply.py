@@ -180,11 +180,10 @@ def materialize(
         memory: local slices that some parameters are to have, by name; FSDP2 copies those that it
             pads.
     """
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    there = {
-        id(buffer): torch.empty_like(buffer, device=device).copy_(buffer)
-        for buffer in buffers.values()
-    }
+    # Held until the end, so that no other tensor gets the id of one.
+    buffers = [buffer for _, buffer in model.named_buffers(remove_duplicate=False)]
+    with torch.no_grad():
+        there = {id(old): torch.empty_like(old, device=device).copy_(old) for old in buffers}
     given = {
         id(param): memory[name]
         for name, param in model.named_parameters()
@@ -192,9 +191,9 @@ def materialize(
     }
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
-        local = given.get(id(tensor))
         if id(tensor) in there:
             return there[id(tensor)]
+        local = given.get(id(tensor))
         if local is None:
             return torch.empty_like(tensor, device=device)
         if not isinstance(tensor, DTensor):
