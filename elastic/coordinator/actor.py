@@ -253,7 +253,12 @@ class Coordinator(CoordinatorApi):
         )
         self._link_tests = LinkTests(self._membership, self._workers, self._agents, self._records)
         self._troubles = Troubles(
-            config.health, self._membership, self._dispatcher, self._workers, self._link_tests
+            config.health,
+            self._membership,
+            self._dispatcher,
+            self._workers,
+            self._link_tests,
+            config.reads,
         )
         self._cross_failures = CrossFailures(self._membership, self._dispatcher, self._records)
         aside = Aside(self._membership, self._dispatcher)

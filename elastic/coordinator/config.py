@@ -42,6 +42,8 @@ class CoordinatorConfig:
     """Faults to inject."""
     ledger: Ledger
     """Which samples each step must take."""
+    reads: tuple[str, ...] = ()
+    """Files of the data that each worker's machine must see."""
 
     @property
     def in_memory(self) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from elastic.config import HealthConfig
@@ -12,10 +14,13 @@ from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.link_tests import LinkTests
 from elastic.coordinator.workers import Workers
 from elastic.membership.machine import Membership
-from elastic.protocol.causes import COLLECTIVE, STORAGE, USER_ERROR, Cause, entry_of
+from elastic.protocol.causes import COLLECTIVE, DATA, STORAGE, USER_ERROR, Cause, entry_of
 
 _PEER_LOSS_PATIENCE_S = 1.0
 """A peer's death is known within milliseconds of the exception that it causes."""
+
+_LOOK_S = 10.0
+"""A file system that has not answered by then is gone."""
 
 
 class Troubles:
@@ -27,6 +32,7 @@ class Troubles:
         dispatcher: wakes those who wait for news.
         workers: loses those at fault.
         link_tests: find the connections that make a collective fail while all live.
+        reads: see `CoordinatorConfig`.
     """
 
     def __init__(
@@ -36,10 +42,11 @@ class Troubles:
         dispatcher: Dispatcher,
         workers: Workers,
         link_tests: LinkTests,
+        reads: Sequence[str] = (),
     ) -> None:
         self._node_s = health.node_timeout_s + _PEER_LOSS_PATIENCE_S
         self._membership, self._dispatcher, self._workers = membership, dispatcher, workers
-        self._link_tests = link_tests
+        self._link_tests, self._reads = link_tests, reads
         self._raised: dict[str, int | None] = {}
         """Worker whose own code raised, and it is not settled why -> its formation."""
         self._at_fault: set[str] = set()
@@ -59,8 +66,7 @@ class Troubles:
         the replica's nodes are tried: who gets no answer from a bad one is not at fault. Workers
         of one replica that raise errors of their own at the same time are each at fault: the first
         to be written off explains no other. Who cannot go on is lost for its own cause, also where
-        a peer is lost, too. Storage that a machine does not see is a wrong setting, unless others
-        work, and so see it."""
+        a peer is lost, too."""
         membership = self._membership
         patience_s = self._node_s if cause == COLLECTIVE else _PEER_LOSS_PATIENCE_S
         formation = formed or self._formation_of(worker)
@@ -79,14 +85,27 @@ class Troubles:
                         await self._link_tests.explain(worker)
                 if broken() and worker not in self._at_fault:
                     return "peer"
-            if cause == STORAGE and not membership.has_state:
-                cause = USER_ERROR
+            if cause == STORAGE:
+                cause = await self._cause_of_storage()
             self._at_fault |= {w for w, formed in self._raised.items() if formed == formation}
             await self._workers.lose(worker, cause, detail, step, formation)
             return "own"
         finally:
             self._raised.pop(worker, None)
             self._at_fault.discard(worker)
+
+    async def _cause_of_storage(self) -> Cause:
+        """What it means that a machine does not see the run's storage. Before the first roster
+        stands it is a wrong setting. Later the storage was there once: the machine is at fault
+        where it is seen here, and nobody where it is gone, which those who train need not notice:
+        they have its files in memory."""
+        if self._membership.call == "start":
+            return USER_ERROR
+        seen = asyncio.to_thread(lambda: all(map(os.path.exists, self._reads)))
+        try:
+            return STORAGE if await asyncio.wait_for(seen, _LOOK_S) else DATA
+        except TimeoutError:
+            return DATA
 
     async def _await_agents(self, worker: str, broken: Callable[[], bool]) -> None:
         """Waits while a mate of `worker` has no agent that beats, as long as one may take to start:

@@ -414,6 +414,7 @@ class Launch:
                 samples=len(ready.task.train_data()),
                 skips=skips_of(origin),
             ),
+            reads=ready.task.token_indexes if isinstance(ready.task, PreparedCausalLM) else (),
             restore_step=0 if stored is None else stored.step,
             snapshot=origin.snapshot,
             started=events.RunStarted(

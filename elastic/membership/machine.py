@@ -289,11 +289,6 @@ class Membership:
         return self.call is None and not self.heals.behind
 
     @property
-    def has_state(self) -> bool:
-        """Whether a whole replica stands, and has state."""
-        return any(formed not in self.heals.behind for formed in self.places.standing)
-
-    @property
     def last_copies_go(self) -> bool:
         """Whether each replica that has state is on a machine that will go."""
         return all_copies_go(self.places, self.heals)

@@ -243,7 +243,7 @@ STORAGE = register_cause(
 DATA = register_cause(
     "data",
     CauseEntry(  # neither `repeats` nor against its machine: all read the same storage
-        text="its samples could not be read for a while: their storage faltered",
+        text="what it reads could not be read for a while: the storage faltered, for all",
         budget="max_crashes",
         color="#c49c94",
     ),

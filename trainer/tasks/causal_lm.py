@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Mapping
 from contextlib import suppress
@@ -299,12 +300,20 @@ class PreparedCausalLM:
         with suppress(TrainerError, OSError):  # it comes again where samples are needed
             self.open_tokens()
 
+    @property
+    def token_indexes(self) -> tuple[str, ...]:
+        """Of the tokens, what a machine sees or does not see."""
+        from trainer.data.index import INDEX_NAME
+
+        return tuple(os.path.join(path, INDEX_NAME) for path in (self.train_path, self.eval_path))
+
     def open_tokens(self) -> None:
         """Looks at the files of tokens; once they are well, never again in this process. A worker
         calls it before it has a part in a replica.
 
         Raises:
-            StorageNotSeenError: this machine cannot read them, or reads others than were written.
+            StorageNotSeenError: this machine does not see them.
+            TokensCorruptError: they are not those that were written.
         """
         from trainer.data.index import TokensCorruptError
 
@@ -312,6 +321,8 @@ class PreparedCausalLM:
             self.train_data()
             self.eval_data()
         except (TokensCorruptError, OSError) as error:
+            if all(map(os.path.exists, self.token_indexes)):
+                raise
             raise StorageNotSeenError(
                 "train.task.data",
                 self.train_path,

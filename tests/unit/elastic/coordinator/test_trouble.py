@@ -18,6 +18,7 @@ from elastic.protocol import events
 from elastic.protocol.causes import (
     COLLECTIVE,
     CRASH,
+    DATA,
     DEVICE_ASSERT,
     GPU_ERROR,
     GPU_MEMORY,
@@ -118,11 +119,12 @@ def test_workers_of_one_replica_that_raise_in_turn_are_one_try(
     assert (desk.membership.stopped is not None) == ends
 
 
-def lose_for_storage(desk: CoordinatorDesk, workers: str) -> list[str]:
-    """One after the other does not see the storage while it builds. Returns what for they are
-    lost."""
+def lose_for_storage(desk: CoordinatorDesk, workers: str, *reads: Path) -> list[str]:
+    """One after the other does not see the storage while it builds; the run reads `reads`. Returns
+    what for they are lost."""
     no_links: Any = None
-    troubles = Troubles(HealthConfig(), desk.membership, desk.dispatcher, desk.workers, no_links)
+    known = desk.membership, desk.dispatcher, desk.workers
+    troubles = Troubles(HealthConfig(), *known, no_links, tuple(map(str, reads)))
 
     async def settle_all() -> None:
         for worker in workers:
@@ -133,8 +135,9 @@ def lose_for_storage(desk: CoordinatorDesk, workers: str) -> list[str]:
     return [lost.cause for lost in desk.happened(events.WorkerLost)]
 
 
-def test_machines_that_do_not_see_the_storage_are_to_blame_where_others_work(
-    tmp_path: Path,
+@pytest.mark.parametrize(("is_here", "cause"), [(True, STORAGE), (False, DATA)])
+def test_machines_that_do_not_see_the_storage_are_to_blame_where_the_coordinator_s_does(
+    tmp_path: Path, is_here: bool, cause: str
 ) -> None:
     """And the run goes on, however many come."""
     desk = CoordinatorDesk(tmp_path, spares="xyz")
@@ -142,8 +145,23 @@ def test_machines_that_do_not_see_the_storage_are_to_blame_where_others_work(
     for worker in "ab":
         desk.join(worker, built=desk.built[worker], step=0)
     assert "x" in desk.built, "it builds what is lost"
-    assert lose_for_storage(desk, "xyz") == [STORAGE] * 3
-    assert desk.membership.stopped is None and entry_of(STORAGE).against_machine
+    index = tmp_path / "index.json"
+    if is_here:
+        index.touch()
+    assert lose_for_storage(desk, "xyz", index) == [cause] * 3
+    assert desk.membership.stopped is None
+    assert bool(entry_of(cause).against_machine) == is_here
+
+
+def test_storage_that_none_sees_any_more_is_no_bug_of_the_run(tmp_path: Path) -> None:
+    """Also where no replica stands."""
+    desk = CoordinatorDesk(tmp_path, spares="xyz")
+    for worker in "abc":
+        desk.membership.lose(worker)
+    for worker in "xyz":
+        desk.join(worker)
+    assert lose_for_storage(desk, "xyz", tmp_path / "index.json") == [DATA] * 3
+    assert desk.membership.stopped is None
 
 
 def test_storage_that_none_has_seen_soon_ends_the_run_as_a_wrong_setting(tmp_path: Path) -> None:
