@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,8 @@ PATIENCE_S, TRY_S = 15.0, 8.0
 """How long a server is asked for the first listing, for which somebody waits, and the bound on one
 try: one that is dead is told of within 30 s."""
 
+_ENDPOINTS = {"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"}
+
 _FOLDER = "checkpoints"
 """Where a run directory has its checkpoints, see `elastic.protocol.run_paths.RunPaths`."""
 
@@ -47,7 +50,7 @@ def open_run(name: str) -> Store:
     places = local if elsewhere is None else [elsewhere, *local]
     for place in places:
         if _hasty(place).list(Keys().commits):
-            return _open_recorded(place) if place is elsewhere else open_store(place)
+            return open_store(place)
     nor = f", nor in {places[0]}" if places[0] != name else ""
     if elsewhere is not None:
         nor += ", where they go by its records"
@@ -57,7 +60,7 @@ def open_run(name: str) -> Store:
 def open_run_to_fill(name: str) -> Store:
     """The checkpoints of a run that may not have begun: `name` as for `open_run`."""
     if (elsewhere := _recorded_store(name)) is not None:
-        return _open_recorded(elsewhere)
+        return open_store(elsewhere)
     bare = open_store(name)
     is_folder = not is_local(name) or name.rstrip("/").endswith(f"/{_FOLDER}") or name == _FOLDER
     return bare if is_folder or _hasty(name).list(Keys().commits) else open_store(_below(name))
@@ -73,23 +76,26 @@ def run_directory_of(name: str) -> Path | None:
 
 
 def _recorded_store(name: str) -> str | StorePlace | None:
-    """Where the last start of the run in a directory has its checkpoints, if not there."""
+    """Where the last start of the run in a directory has its checkpoints, if not there. Says so
+    before anybody asks there, as the user has not named it. The endpoint is the environment's,
+    where that names one: it is as this machine reaches the store."""
     if not is_local(name):
         return None
     for one in last_events(RunPaths(root=named_directory(name)).events, RunStarted):
         if isinstance(one, RunStarted) and one.store:
-            place, told = place_of(one.store), one.store_settings
-            known: dict[str, Any] = {n: told[n] for n in SETTINGS if n in told}
-            return replace(place, **known) if isinstance(place, S3Config) else one.store
+            place, told, at = place_of(one.store), one.store_settings, ""
+            if isinstance(place, S3Config):
+                known: dict[str, Any] = {n: told[n] for n in SETTINGS if n in told}
+                if _ENDPOINTS & os.environ.keys():
+                    known.pop("endpoint_url", None)
+                place = replace(place, **known)
+                at = f" at {place.endpoint_url}" if place.endpoint_url else ""
+            print(
+                f"elastic: by the run's records its checkpoints go to {one.store}{at}",
+                file=sys.stderr,
+            )
+            return place
     return None
-
-
-def _open_recorded(place: str | StorePlace) -> Store:
-    """Opens the store that a run's records name, and says so: the user has not named it."""
-    endpoint = place.endpoint_url if isinstance(place, S3Config) else None
-    at = "" if endpoint is None else f" at {endpoint}"
-    print(f"elastic: by the run's records its checkpoints go to {place}{at}", file=sys.stderr)
-    return open_store(place)
 
 
 def find_step(store: Store, step: int | None) -> int:

@@ -25,11 +25,12 @@ call would cost each worker that waits, and so perhaps all copies of the state."
 
 _PASSING = frozenset(
     {
-        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.EAGAIN),
+        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.EAGAIN, errno.EBUSY),
         *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
     }
 )
-"""What a file system says while its server is away. ENOTCONN: a FUSE mount's process has ended."""
+"""What a file system says while its server is away. ENOTCONN: a FUSE mount's process has ended.
+EBUSY: s3fs has it for S3's SlowDown."""
 
 _JITTER = random.Random()
 """Not the generator of all: a dataset may have seeded it."""
@@ -72,7 +73,7 @@ def may_pass(error: Exception) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno in _PASSING
-    if "botocore" not in sys.modules:  # whoever raised one of its errors has imported it
+    if not {"botocore", "urllib3"} & sys.modules.keys():  # whose errors these are has imported it
         return False
     from botocore.exceptions import BotoCoreError, ClientError
     from urllib3.exceptions import HTTPError

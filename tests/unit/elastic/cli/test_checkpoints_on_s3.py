@@ -170,7 +170,8 @@ def test_a_store_that_the_records_name_is_told_of_and_reached_as_by_the_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the endpoint and with the owner of its `S3Config`; earlier records have none."""
+    """By the endpoint and with the owner of its `S3Config`; earlier records have none. The
+    environment's endpoint goes first: a port that is forwarded here, say."""
     settings = {"endpoint_url": server.url, "expected_owner": "123456789012", "later": "unknown"}
     told = f"elastic: by the run's records its checkpoints go to {url}"
 
@@ -185,7 +186,11 @@ def test_a_store_that_the_records_name_is_told_of_and_reached_as_by_the_run(
         return ask(capsys, "pin", paths.root, STEP)
 
     assert ask_of("earlier", {}) == (0, f"step {STEP} is pinned\n", f"{told}\n")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://localhost:9")
+    dead = {**settings, "endpoint_url": "http://localhost:9"}
+    assert ask_of("forwarded", dead)[::2] == (0, f"{told}\n")
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3")
+    code, out, err = ask_of("gone", dead)
+    assert code and not out and err.startswith(f"{told} at http://localhost:9\n")
     begun = len(server.headers())
     assert ask_of("run", settings)[::2] == (0, f"{told} at {server.url}\n")
     owners = [h.get("x-amz-expected-bucket-owner") for h in server.headers()[begun:]]

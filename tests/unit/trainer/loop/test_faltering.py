@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ def of_s3(code: str) -> ClientError:
         (OSError(errno.EIO, "Input/output error"), True),
         (OSError(errno.ESTALE, "Stale file handle"), True),
         (OSError(errno.ENOTCONN, "Transport endpoint is not connected"), True),
+        (OSError(errno.EBUSY, "Please reduce your request rate."), True),
         (TimeoutError("timed out"), True),
         (ConnectionResetError("by peer"), True),
         (EndpointConnectionError(endpoint_url="http://store"), True),
@@ -45,6 +48,17 @@ def of_s3(code: str) -> ClientError:
 )
 def test_what_may_pass_is_told_by_type_and_number(error: Exception, passes: bool) -> None:
     assert may_pass(error) == passes
+
+
+def test_an_error_of_urllib3_is_known_where_nobody_has_loaded_botocore() -> None:
+    """As in a worker whose run has nothing on S3."""
+    program = """
+import sys, urllib3
+from trainer.loop.faltering import may_pass
+assert "botocore" not in sys.modules
+assert may_pass(urllib3.exceptions.ReadTimeoutError(None, "http://store", "Read timed out."))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 class Falters:
