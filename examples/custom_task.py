@@ -120,6 +120,7 @@ def start_ray(options: argparse.Namespace) -> None:
         ray.init()
         return
     workers = options.replicas + options.spares
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # the kernel's chooses better
     ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
 
 

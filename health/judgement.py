@@ -83,9 +83,9 @@ _WAIT_READINGS = 60
 """Readings, before a worker's share of waiting counts. Invented."""
 _WAITS_LITTLE, _WAITS_MUCH = 0.02, 0.2
 """Shares of these. Invented."""
-_BETWEEN = 0.1
-"""The share at which either stands no more. A share near a limit comes and goes by chance, and each
-time is an event of all that its node shows. Invented."""
+_LITTLE_ENDS, _MUCH_ENDS = 0.05, 0.14
+"""Shares at which they stand no more. A share near a limit comes and goes by chance, and each time
+is an event of all that its node shows. Invented."""
 
 
 def judge(
@@ -509,11 +509,11 @@ def _judge_waiting(
     if len(steps) < _WAIT_READINGS or series[0].values["marks"] == series[-1].values["marks"]:
         return
     share = sum(values["waits"] for values in steps) / len(steps)
-    name = "waits_little" if share < _BETWEEN else "waits_much"
-    stands = (name, series[-1].of) in stood and share != _BETWEEN
-    if stands or share <= _WAITS_LITTLE or share >= _WAITS_MUCH:
+    of = series[-1].of
+    little = share <= (_LITTLE_ENDS if ("waits_little", of) in stood else _WAITS_LITTLE)
+    if little or share >= (_MUCH_ENDS if ("waits_much", of) in stood else _WAITS_MUCH):
         yield say(
-            name,
+            "waits_little" if little else "waits_much",
             f"it waits for other replicas in {share:.0%} of {len(steps)} readings",
             role="confirmation",
             cause="slow",

@@ -127,7 +127,9 @@ class Surveyor:
     def forget(self, step: int) -> None:
         """The record of `step` was deleted, or may be another one now, or a later one set aside."""
         self._known.pop(step, None)
-        self._aside_known.pop(f"{self.keys.commit(step)}{SET_ASIDE}", None)
+        record = self.keys.commit(step)
+        for key in [key for key in self._aside_known if key.startswith(record)]:
+            del self._aside_known[key]
 
     def _aside(self, listed: Iterable[str]) -> tuple[set[int], set[str]]:
         """Steps of records set aside that cannot be read, and the segments of those that can."""

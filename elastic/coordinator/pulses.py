@@ -70,7 +70,7 @@ class Pulses:
     def replay(self, happened: Iterable[events.Event]) -> None:
         """Takes up what a coordinator before this one has counted."""
         last = last_step(self._config.paths.steps, lambda _: True, lenient=True)
-        if last is not None and last.time < self._config.started.time:
+        if last is not None and last.generation <= self._config.generation:
             last = None  # of a start before this one, as all further back: there may be a million
         self._meter.replay(happened, last)
 

@@ -184,7 +184,7 @@ def _troubles(happened: Sequence[events.Event]) -> tuple[events.TrainingTrouble,
     for event in happened:
         if isinstance(event, events.TrainingTrouble) and event.action != "warn":
             found.append(event)
-        elif isinstance(event, events.EndDecided):
+        elif isinstance(event, events.EndDecided | events.RunEnded):
             found = []
         elif isinstance(event, events.WentBack) or (
             isinstance(event, events.RegroupDone) and event.outcome == "restore"

@@ -90,6 +90,8 @@ class Retreat:
                 f"{there}: keep more of them (checkpoint.keep_last, keep_every)"
             )
             return
+        if self._records.over:  # nobody would know what was set aside, and why
+            return
         membership = self._membership
         self._records.note(
             events.WentBack(

@@ -130,6 +130,11 @@ class RunLog:
         """The file of committed steps."""
         return self._config.paths.steps
 
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended: nothing is written down any more."""
+        return self._over
+
     def note(self, event: events.Event) -> None:
         """Writes an event down, unless the run has ended."""
         if self._over:

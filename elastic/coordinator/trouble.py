@@ -120,7 +120,7 @@ class Troubles:
 
     def _mates_watched(self, worker: str) -> bool:
         replica = self._membership.places.of(worker)
-        return replica is None or all(map(self._workers.is_watched, replica.workers))
+        return replica is None or all(map(self._workers.is_told_of, replica.workers))
 
     def _formation_of(self, worker: str) -> int | None:
         """Number of the replica that a worker is in; where a peer's loss has just broken that, of

@@ -92,6 +92,11 @@ class Workers:
         frozen."""
         return self._agents.beats(self.started[worker].node)
 
+    def is_told_of(self, worker: str) -> bool:
+        """Whether somebody tells of its end: the agent of its node, or Ray, where Ray drains that
+        and starts no other agent."""
+        return self.is_watched(worker) or self.started[worker].node in self._unwatched
+
     async def until_watched(self, worker: str) -> None:
         """Waits until the agent of its node watches `worker`, where it has one."""
         if worker in self._watches:
@@ -269,10 +274,12 @@ class Workers:
                 continue
             # Of whom nobody can tell is ended, so an agent that has ended has time to be replaced.
             told = await self._agents.places({one.node for one in laggards}, START_S)
-            places = {one.worker: told.get(one.worker) for one in self._laggards(called)}
+            places = {one.worker: told.get(one.worker) for one in laggards}
             groups = self._membership.roster.groups
             stuck, pause_s = find_stuck(places, timeout_s, replicas=groups)
-            for worker in stuck:
+            # Who has come meanwhile may have held a mate up, and is not ended.
+            late = {one.worker for one in self._laggards(called)}
+            for worker in (each for each in stuck if each in late):
                 detail = f"did not regroup in {timeout_s:g} s (health.regroup_timeout_s)"
                 if (place := places[worker]) is not None:
                     detail += f": for {place.in_phase_s:.0f} s in {place.phase}"

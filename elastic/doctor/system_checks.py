@@ -120,7 +120,8 @@ def check_memory_monitor(machine: Machine) -> Finding:
         severity="MONITOR",
         meaning="where memory runs out, Ray ends a run's coordinator, supervisor and uploaders "
         "first, then its newest process, and the one that takes it perhaps last",
-        fix=f"Start Ray with {RAY_MONITOR}=0 in its environment; the kernel takes the largest",
+        fix=f"Start Ray with {RAY_MONITOR}=0 in its environment, in a pod where the kubelet has "
+        "singleProcessOOMKill; the kernel takes the largest",
     )
 
 

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from elastic.protocol import causes
 from elastic.protocol.events import (
@@ -185,6 +186,11 @@ class EventFacts:
         ]
         self._stand_at(begin)
         told = self._told[self._passed : bisect_right(self._told, end, key=_time)]
+        if (
+            end == inf
+        ):  # the clock may be set back: of what seems told long after, what stands still
+            until = max((event.time for event in losses), default=begin) + AFTER_S
+            told = [e for e in told if e.time <= until or self._shown.get(e.node) is e]
         first = min((event.time for event in losses), default=begin)
         shown = [e for e in (*self._stood.values(), *told) if not self._is_gone(e.node, first)]
         return Facts(

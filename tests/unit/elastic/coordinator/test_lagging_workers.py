@@ -84,6 +84,28 @@ def test_who_comes_while_the_agents_are_asked_is_spared(tmp_path: Path) -> None:
     assert agents.killed == ["b"]
 
 
+def test_whose_mate_comes_while_the_agents_are_asked_is_spared(tmp_path: Path) -> None:
+    """It waited for that one in a collective, and may come now."""
+    desk = CoordinatorDesk(tmp_path, each=2, health=HealthConfig(regroup_timeout_s=0.2))
+    calls = desk.membership.calls
+    asked = 0
+
+    class Slow(Places):
+        async def places(self, *args: Any) -> dict[str, Place | None]:
+            nonlocal asked
+            asked += 1
+            told = await super().places(*args)
+            calls.followed("b" if asked == 1 else "a")
+            return told
+
+    agents = Slow({"a": False, "b": False}, {"a": 41, "b": 40})
+    stand_in: Any = agents
+    desk.workers._agents = stand_in
+    called = {worker: calls.sign(worker, "fault", broken=True) for worker in ("a", "b")}
+    asyncio.run(asyncio.wait_for(desk.workers.lose_laggards(called), PATIENCE_S))
+    assert agents.killed == [] and asked == 2
+
+
 def test_time_in_which_the_coordinator_was_held_up_does_not_count(tmp_path: Path) -> None:
     """With the whole run, where that was paused."""
     desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2))

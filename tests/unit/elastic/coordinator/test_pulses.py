@@ -139,19 +139,19 @@ def test_one_started_anew_reads_no_steps_of_earlier_starts(
         desk.pulses.replay([])
         return desk.pulses._meter.stepped
 
-    def record(step: int, at: float) -> StepRecord:
+    def record(step: int, at: float, generation: int) -> StepRecord:
         return StepRecord(
-            step=step, loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, time=at, generation=1,
+            step=step, loss=1.0, grad_norm=1.0, lr=0.1, tokens=8, time=at, generation=generation,
             replicas=3, sample_digests=[],
         )  # fmt: skip
 
     monkeypatch.setattr(event_log, "_step_of", noted)
-    now = time.time() + 1.0
+    now = desk.config.started.time - 100.0  # by a worker's clock
     with EventLog(desk.paths.steps) as log:
         for step in range(50):
-            log.append(record(step, float(step)))
+            log.append(record(step, float(step), generation=0))
         assert replay() is None and len(read) == 1
-        log.append(record(50, now))
+        log.append(record(50, now, generation=1))
         assert replay() == now and len(read) == 1
 
 
