@@ -105,23 +105,25 @@ _HUGE = "FI_EFA_USE_HUGE_PAGE"
 def check_memory_monitor(machine: Machine) -> Finding:
     """Whether Ray leaves it to the kernel to end what takes too much memory, by the environment of
     this user's raylets. What a head was given by --system-config does not show there."""
-    settings: set[str] = set()
+    settings, in_pod = set[str](), False
     for name in (machine.root / "proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if name.read_bytes() == b"raylet\n":
                 lines = name.with_name("environ").read_text(errors="replace").split("\0")
                 environment = dict(line.split("=", 1) for line in lines if "=" in line)
+                in_pod |= "KUBERNETES_SERVICE_HOST" in environment
                 settings.add(environment.get(RAY_MONITOR, "not set"))
     if settings <= {"0"}:
         return Finding(check="memory monitor", result="off" if settings else "no raylet here")
+    if in_pod:  # where the kernel's may end all of the pod
+        return Finding(check="memory monitor", result="on, in a pod")
     return Finding(
         check="memory monitor",
         result=f"on ({RAY_MONITOR} {', '.join(sorted(settings))})",
         severity="MONITOR",
         meaning="where memory runs out, Ray ends a run's coordinator, supervisor and uploaders "
         "first, then its newest process, and the one that takes it perhaps last",
-        fix=f"Start Ray with {RAY_MONITOR}=0 in its environment, in a pod where the kubelet has "
-        "singleProcessOOMKill; the kernel takes the largest",
+        fix=f"Start Ray with {RAY_MONITOR}=0 in its environment; the kernel takes the largest",
     )
 
 

@@ -170,6 +170,7 @@ class Soon:
 async def fail_for(desk: Desk, *workers: str) -> list[str]:
     """A collective fails for these at once. Returns whose fault it was."""
     soon: Any = Soon()
+    desk.agents.beating |= desk.workers.nodes  # or an agent may have yet to tell of a mate's end
     troubles = Troubles(HealthConfig(), desk.membership, soon, desk.workers, desk.tests)
     told = [troubles.settle(worker, 7, "reset by peer", COLLECTIVE) for worker in workers]
     return await asyncio.gather(*told)

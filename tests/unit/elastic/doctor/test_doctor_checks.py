@@ -426,6 +426,14 @@ def test_rays_memory_monitor_ends_the_wrong_ones(
     assert (found.severity, found.result) == (severity, result)
 
 
+def test_in_a_pod_rays_memory_monitor_is_left_on(root: Path) -> None:
+    """The kernel may end all of it."""
+    write(root / "proc/1/comm", "raylet\n")
+    write(root / "proc/1/environ", "KUBERNETES_SERVICE_HOST=10.0.0.1\0")
+    found = findings(look_at(root))["memory monitor"]
+    assert (found.severity, found.result) == ("OK", "on, in a pod")
+
+
 def test_a_check_that_hangs_holds_up_nobody(root: Path) -> None:
     never = threading.Event()
 
