@@ -3,13 +3,13 @@ them: it knows nothing of how a dry run counts."""
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
+import multiprocessing
 import tempfile
 from bisect import bisect_left, insort
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,11 @@ from trainer.tasks.task import PreparedTask
 
 STEPS = 2
 
-_REUSE = {"MALLOC_MMAP_THRESHOLD_": "16384"}
-"""Has glibc give out again at once what was let go of: see `_Alive`."""
+_M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 16384
+"""Of glibc's mallopt: has it give out again at once what was let go of, see `_Alive`."""
+
+# Each worker would import for longer than it computes.
+multiprocessing.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
 
 
 def measured_peak(train: TrainConfig, *, replicas: int, evaluates: bool = False) -> int:
@@ -40,13 +43,13 @@ def measured_peak(train: TrainConfig, *, replicas: int, evaluates: bool = False)
     before its model is built to the end of `STEPS` steps, or of an evaluation after them; the most
     of all replicas. One process for each worker."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with patch.dict(os.environ, _REUSE), mp.Manager() as manager:
+    with mp.Manager() as manager:
         results = manager.dict()
         mp.start_processes(
             _process,
             args=(store.port, train, replicas, evaluates, results),
             nprocs=replicas * train.parallel.workers,
-            start_method="spawn",
+            start_method="forkserver",
         )
         return max(results.values())
 
@@ -54,6 +57,7 @@ def measured_peak(train: TrainConfig, *, replicas: int, evaluates: bool = False)
 def _process(
     place: int, port: int, train: TrainConfig, replicas: int, evaluates: bool, results: Any
 ) -> None:
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES) == 1
     torch.set_num_threads(1)
     meet = Rendezvous(host="127.0.0.1", port=port, timeout_s=120)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
