@@ -63,9 +63,9 @@ def diagnose(facts: Facts) -> list[Verdict]:
     blamed = {node for verdict in verdicts for node in verdict.nodes}
     verdicts += _of_machines(signs, blamed, {facts.nodes.get(worker) for worker in lost})
     verdicts += _of_peers(named, signs, {facts.nodes.get(v) for x in verdicts for v in x.workers})
-    verdicts += _of_slow(signs, facts)
     if all(verdict.confidence == "weak" for verdict in verdicts):
         verdicts += _of_cascades(lost)
+    verdicts += _of_slow(signs, facts)  # it explains no loss
     order: tuple[Confidence, ...] = ("certain", "likely", "weak")
     return sorted(verdicts, key=lambda verdict: order.index(verdict.confidence))
 

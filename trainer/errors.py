@@ -2,6 +2,7 @@
 
 TrainerError
 ├── ConfigError          what the user wrote cannot work; raised before anything starts
+│   ├── RateError        a schedule has no learning rate for a step
 │   └── StorageNotSeenError  one machine does not see what a setting names; others may
 ├── CompileError         a block that must be compiled cannot be, on any worker
 ├── CompilerFailed       torch's compiler failed here: on one machine, or on all
@@ -60,6 +61,10 @@ class ConfigError(TrainerError):
     def __str__(self) -> str:
         # A fact may end with another error's words, which are a sentence already.
         return f"{self.field} = {self.value!r}: {self.fact.removesuffix('.')}. {self.fix}."
+
+
+class RateError(ConfigError):
+    """A schedule has no learning rate for a step: on all workers alike, so it ends the run."""
 
 
 class StorageNotSeenError(ConfigError):

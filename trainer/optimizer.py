@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from checkpointing.field_types import type_name
-from trainer.errors import ConfigError, check_types
+from trainer.errors import ConfigError, RateError, check_types
 
 if TYPE_CHECKING:
     import torch
@@ -216,11 +216,11 @@ def checked_rate(optimizer: Optimizer, step: int, steps: int) -> float:
     """The learning rate of a step. It is on the step path.
 
     Raises:
-        ConfigError: it is no number of 0 or more.
+        RateError: it is no finite number, 0 or more.
     """
     rate: Any = optimizer.rate(step, steps)
     if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise ConfigError(
+        raise RateError(
             _WHERE,
             optimizer,
             f"the learning rate of step {step} of {steps} is {rate!r}",

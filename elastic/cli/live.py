@@ -148,7 +148,8 @@ def _not_going_on(named: str, paths: RunPaths) -> ConfigError:
         return ConfigError("RUN", named, fact, f"Look at {paths.root / 'report.txt'}")
     fact = f"the records of {paths.root} have no end, and the run is not on this cluster"
     fix = "Give --address, and the directory as the run's machines see it; where its cluster is "
-    return ConfigError("RUN", named, fact, fix + "gone, the same command goes on with the run")
+    fix += "gone, the same command goes on with the run, unless it has resume='never'"
+    return ConfigError("RUN", named, fact, fix)
 
 
 def join(address: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +29,6 @@ from elastic.reporting.event_log import last_events
 PATIENCE_S, TRY_S = 15.0, 8.0
 """How long a server is asked for the first listing, for which somebody waits, and the bound on one
 try: one that is dead is told of within 30 s."""
-
-_ENDPOINTS = {"AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"}
 
 _FOLDER = "checkpoints"
 """Where a run directory has its checkpoints, see `elastic.protocol.run_paths.RunPaths`."""
@@ -85,11 +82,14 @@ def _recorded_store(name: str) -> str | StorePlace | None:
         if isinstance(one, RunStarted) and one.store:
             place, told, at = place_of(one.store), one.store_settings, ""
             if isinstance(place, S3Config):
+                from checkpointing.stores.s3.client import endpoint_of  # boto3
+
                 known: dict[str, Any] = {n: told[n] for n in SETTINGS if n in told}
-                if _ENDPOINTS & os.environ.keys():
+                if endpoint_of(place) is not None:
                     known.pop("endpoint_url", None)
                 place = replace(place, **known)
-                at = f" at {place.endpoint_url}" if place.endpoint_url else ""
+                endpoint = endpoint_of(place)
+                at = "" if endpoint is None else f" at {endpoint}"
             print(
                 f"elastic: by the run's records its checkpoints go to {one.store}{at}",
                 file=sys.stderr,

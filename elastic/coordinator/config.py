@@ -43,7 +43,7 @@ class CoordinatorConfig:
     ledger: Ledger
     """Which samples each step must take."""
     reads: tuple[str, ...] = ()
-    """Files of the data that each worker's machine must see."""
+    """Files that each worker's machine must see: of the run, and of its data."""
 
     @property
     def in_memory(self) -> bool:

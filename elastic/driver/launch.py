@@ -139,7 +139,7 @@ class Launch:
         if detach:
             _check_outlives()
             if self.callbacks:
-                log.warning("detach = True: no callback is told of the run, which nobody follows.")
+                log.warning("detach = True: no callback is told of a run that is under way.")
         paths = RunPaths(root=run_root(self.run_config))
         run = None
         if may_be_going_on(paths):
@@ -414,7 +414,10 @@ class Launch:
                 samples=len(ready.task.train_data()),
                 skips=skips_of(origin),
             ),
-            reads=ready.task.token_indexes if isinstance(ready.task, PreparedCausalLM) else (),
+            reads=(
+                *(ready.task.token_indexes if isinstance(ready.task, PreparedCausalLM) else ()),
+                *([str(paths.identity)] if paths.store is None else []),
+            ),
             restore_step=0 if stored is None else stored.step,
             snapshot=origin.snapshot,
             started=events.RunStarted(

@@ -216,7 +216,7 @@ def follow(
     raise RunFailedError(
         f"the run in {root} has ended after {report.steps} steps, and its records do not say that "
         f"it finished (outcome: {outcome}): its coordinator was lost at the end, or its storage "
-        f"refused. The same command goes on with it"
+        f"refused. The same command goes on with it, unless it has resume='never'"
     )
 
 

@@ -42,10 +42,11 @@ def connect() -> None:
     One that starts here has no memory monitor, unless the user's environment says otherwise: where
     memory runs out, Ray's ends what restarts first, which is the coordinator, the supervisor and
     the uploaders, then the newest process, and the worker at fault last. The kernel's takes the
-    largest. Other clusters need the same where they start (docs/clusters.md)."""
+    largest, but in a pod perhaps all, so there Ray's stays. Other clusters need the same where they
+    start (docs/clusters.md)."""
     if not ray.is_initialized():
         warn_of_silence()
-        if would_start_one():
+        if would_start_one() and "KUBERNETES_SERVICE_HOST" not in os.environ:
             os.environ.setdefault(RAY_MONITOR, "0")
         ray.init()
 

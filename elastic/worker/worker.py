@@ -73,7 +73,7 @@ from trainer.backend.rendezvous import Rendezvous
 from trainer.backend.warmth import warm_device
 from trainer.dryrun.machines import COMMUNICATOR_BYTES
 from trainer.engine.engine import Engine
-from trainer.errors import CompileError, GroupError, NonFiniteError, describe
+from trainer.errors import CompileError, GroupError, NonFiniteError, RateError, describe
 from trainer.loop.compile_ahead import compile_ahead, rehearse
 from trainer.loop.link import LoopConfig, Progress
 from trainer.loop.phases import COMPUTING
@@ -232,7 +232,7 @@ class Worker:
                 self.build(answer)
             else:
                 self.train(answer)
-        except (CompileError, NonFiniteError) as error:
+        except (CompileError, NonFiniteError, RateError) as error:
             # All workers would come to the same.
             generation = answer.generation if isinstance(answer, Run) else None
             self.link.fail(str(error), USER_ERROR, generation)

@@ -421,7 +421,7 @@ class Engine:
         leaves in `gradient` is of no use.
 
         Raises:
-            ConfigError: there is no such rate: a schedule of the user's comes to none in the middle
+            RateError: there is no such rate: a schedule of the user's comes to none in the middle
                 of the run.
         """
         rate = checked_rate(self.train_config.optimizer, step, self.train_config.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import logging
@@ -110,22 +111,24 @@ def finished_directory(target: Path) -> Iterator[Path]:
         ExchangeError: there is something at `target` already, or it cannot be written.
     """
     target = Path(os.path.realpath(target))  # nothing is renamed onto a link
-    for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+    for left in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 32}.part"):
         log.warning(
             "%s was left by an export that was killed: remove it, unless another one is under way",
             left,
         )
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
-        target.rmdir()
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # a mount point, too, which would be found out when all is written
+        if target.exists():
+            if os.listdir(target):
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+            os.rename(target, part)  # a mount point shows here, and not when all is written
+            os.rename(part, target)
+    except OSError as error:
         raise ExchangeError(
             str(target),
             f"it exists and cannot be replaced: {error.strerror}",
-            "Name another directory, such as one in it",
+            "Name a directory that is not there",
         ) from error
-    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}.part")
     try:
         part.mkdir(parents=True)
         yield part

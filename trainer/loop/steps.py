@@ -38,6 +38,7 @@ from trainer.loop.loader import Loader
 from trainer.loop.phases import Phase
 from trainer.loop.profiling import StepProfiler
 from trainer.loop.samples import lane_start, micro_batches, micro_seed, step_ids
+from trainer.optimizer import checked_rate
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
 from trainer.replication import step_commit as commits
@@ -118,6 +119,7 @@ class TrainLoop:
         Raises:
             RuntimeError: a collective inside the replica failed: a peer of this replica is gone.
             NonFiniteError: too many steps in a row were not finite.
+            RateError: the schedule has no learning rate for a step.
         """
         try:
             return self.run_steps()
@@ -146,6 +148,8 @@ class TrainLoop:
             if self.profiler is not None:
                 self.enter(self.progress.step, "profile")
                 self.profiler.begin(self.progress.step)
+            # Before anybody commits: an error of all after that would cost each copy of the state.
+            checked_rate(self.train.optimizer, self.progress.step, self.train.steps)
             commit = self.try_step()
             if commit is None:
                 return "fault"

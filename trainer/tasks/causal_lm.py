@@ -312,7 +312,7 @@ class PreparedCausalLM:
         calls it before it has a part in a replica.
 
         Raises:
-            StorageNotSeenError: this machine does not see them.
+            StorageNotSeenError: this machine does not see them, or cannot read them.
             TokensCorruptError: they are not those that were written.
         """
         from trainer.data.index import TokensCorruptError
@@ -321,7 +321,8 @@ class PreparedCausalLM:
             self.train_data()
             self.eval_data()
         except (TokensCorruptError, OSError) as error:
-            if all(map(os.path.exists, self.token_indexes)):
+            unread = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
+            if not unread and all(map(os.path.exists, self.token_indexes)):
                 raise
             raise StorageNotSeenError(
                 "train.task.data",

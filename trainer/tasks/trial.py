@@ -45,7 +45,7 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
     Raises:
         ConfigError: it returns something else than the sum of the losses and their number, it
             changes a buffer or a parameter of the model, or, in `strict`, it raises, and not
-            without, or it or the data draw from a generator that nobody seeds.
+            without, or it depends on a generator that nobody seeds.
     """
     import torch
 
@@ -54,7 +54,6 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
 
     model.train()  # as the workers' is, whatever it was made as
     before = {name: buffer.clone() for name, buffer in saved_buffers(model).items()}
-    params = {name: param.detach().clone() for name, param in model.named_parameters()}
     writes = _writes(model)
     answers: list[Any] = []
     errors: list[BaseException] = []
@@ -114,19 +113,20 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
             "Keep no state between steps but what the optimizer changes. A cache is registered "
             "with persistent=False",
         )
-    if answers:
-        written = [name for name, count in _writes(model).items() if count != writes.get(name)]
-        if written := written or _changed(params, dict(model.named_parameters())):
-            raise ConfigError(
-                "train.task.build_model",
-                written[0],
-                "the loss changes this parameter; replicas compute the loss of other samples, and "
-                "of some once more to confirm each other, so each would have its own",
-                "Have the optimizer alone change parameters: an average of them (a teacher), or "
-                "weights that are normalised in place, cannot be kept",
-            )
+    written = [name for name, of in _writes(model).items() if of != writes.get(name)]
+    if answers and written:
+        raise ConfigError(
+            "train.task.build_model",
+            written[0],
+            "the loss changes this parameter; replicas compute the loss of other samples, and "
+            "of some once more to confirm each other, so each would have its own",
+            "Have the optimizer alone change parameters: an average of them (a teacher), or "
+            "weights that are normalised in place, cannot be kept",
+        )
     if draws and draws[0] and run(_SEED) and len(draws) > 1:
-        _check_draws(task, determinism, *draws)
+        # Both begin with the same state of torch's generator.
+        differs = not torch.equal(answers[0][0], answers[-1][0])
+        _check_draws(task, determinism, *draws, differs=differs)
 
 
 _Draws = dict[tuple[str, str], object]
@@ -164,10 +164,11 @@ def _kept_generators() -> Iterator[None]:
 
 
 def _check_draws(
-    task: PreparedTask, determinism: Determinism, first: _Draws, again: _Draws
+    task: PreparedTask, determinism: Determinism, first: _Draws, again: _Draws, *, differs: bool
 ) -> None:
     """Whoever seeds a generator by the index before it draws ends where it did before, wherever the
-    generator stood; all others have other numbers on each worker."""
+    generator stood; all others have other numbers on each worker. Where the loss does not differ
+    that may be of no account, as of a library that draws the name of a file: a warning."""
     for field, of in first:
         if first[field, of] == again.get((field, of), first[field, of]):
             continue
@@ -175,12 +176,13 @@ def _check_draws(
         refusal = ConfigError(
             f"train.task.{field}",
             given if callable(given) else type_name(given),
-            f"it draws from {of}'s generator, which is not seeded: whoever does a step again has "
-            "other numbers" + (", and a sound replica is called corrupt" if strict else ""),
+            f"it draws from {of}'s generator, which is not seeded: where the loss depends on it, "
+            "whoever does a step again has other numbers"
+            + (", and a sound replica is called corrupt" if strict else ""),
             "Draw from torch's generator, or from one of its own that the index seeds"
             + (", or use determinism='fast'" if strict else ""),
         )
-        if strict:
+        if strict and differs:
             raise refusal
         log.warning("%s", refusal)
 
@@ -201,10 +203,17 @@ def _changed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
     ]
 
 
-def _writes(model: nn.Module) -> dict[str, int]:
-    """How often each parameter has been written to. A teacher that still equals its student has the
-    bits that it had."""
-    return {name: param._version for name, param in model.named_parameters()}
+def _writes(model: nn.Module) -> dict[str, tuple[object, ...]]:
+    """How often each parameter has been written to, as a teacher that still equals its student has
+    the bits that it had; and the sum of its bytes, as a write to `.data` is not counted. A copy
+    would need the model's memory once more."""
+    import torch
+
+    def of(param: torch.Tensor) -> tuple[object, ...]:
+        bits = param.detach().contiguous().view(-1).view(torch.uint8)
+        return param._version, param.shape, param.dtype, int(bits.sum(dtype=torch.int64))
+
+    return {name: of(param) for name, param in model.named_parameters()}
 
 
 @contextmanager

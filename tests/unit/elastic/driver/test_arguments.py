@@ -141,7 +141,7 @@ def test_callbacks_that_a_detached_program_would_not_call_are_warned_of(
         with pytest.raises(ConfigError, match="storage_path"):
             trainer.fit(detach=detach)
     (told,) = caplog.messages
-    assert told == "detach = True: no callback is told of the run, which nobody follows."
+    assert told == "detach = True: no callback is told of a run that is under way."
 
 
 def test_a_run_with_a_name_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:

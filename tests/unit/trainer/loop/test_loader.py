@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import gc
 import itertools
+import math
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -23,9 +25,9 @@ from tests.support.data_plane import train_at
 from tests.support.fabric import GLOO
 from trainer.backend.groups import leave_replica_group
 from trainer.backend.rendezvous import Rendezvous, close_connections
-from trainer.config import TrainConfig
+from trainer.config import OptimizerConfig, TrainConfig
 from trainer.data.order import Ids
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, RateError
 from trainer.loop.loader import Loader, read
 from trainer.loop.samples import lane_ids, micro_batches
 from trainer.tasks.custom import CustomTask
@@ -528,3 +530,25 @@ def test_a_generation_reads_what_its_replica_lacks_and_then_all_its_lanes() -> N
 def test_less_than_nothing_ahead_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"train.prefetch"):
         settings(Watched(), -1, task=None, micro_batch=None).check(1)
+
+
+@dataclass(frozen=True)
+class Between:
+    """A learning rate at both ends of a run."""
+
+    def rate(self, step: int, steps: int) -> float:
+        return 0.1 if step in (0, steps - 1) else math.nan
+
+
+def test_a_step_without_a_learning_rate_is_not_begun(train: Callable[[TrainConfig], Any]) -> None:
+    """All would fail in it alike. Once it is committed that would cost each copy of the state."""
+    data = Watched()
+    config = settings(data, 0, optimizer=OptimizerConfig(schedule=Between()))
+    error = train(config)
+    assert isinstance(error, RateError)
+    assert error.fact == f"the learning rate of step 1 of {STEPS} is nan"
+    first, *later = [
+        {int(i) for micro in order_of(config)[n : n + 2] for i in micro} for n in (0, 2)
+    ]
+    assert all(data.event(index).is_set() for index in first)
+    assert not any(data.event(index).is_set() for index in later[0] - first)

@@ -192,6 +192,25 @@ def test_the_machine_that_does_not_see_the_tokens_is_named(
         task.open_tokens()
 
 
+def test_tokens_that_cannot_be_read_are_the_machine_s_affair_and_wrong_ones_are_not(
+    prepared: PreparedCausalLM, tmp_path: Path
+) -> None:
+    """Those that are wrong may be so for all."""
+    place = tmp_path / "tokens"
+    shutil.copytree(prepared.train_path, place)
+    task = replace(prepared, train_path=str(place))
+    index = place / "index.json"
+    text = index.read_text()
+    index.unlink()
+    index.mkdir()  # EISDIR, as a bad disk would give EIO
+    with pytest.raises(StorageNotSeenError, match="the tokens cannot be read on machine"):
+        task.open_tokens()
+    index.rmdir()
+    index.write_text(text.replace('"schema": 1', '"schema": 0'))
+    with pytest.raises(TokensCorruptError, match="schema is 0"):
+        task.open_tokens()
+
+
 def test_workers_build_the_same_model(prepared: PreparedCausalLM) -> None:
     model, source = prepared.build(3)
     assert all(param.is_meta for param in model.parameters())
@@ -870,15 +889,15 @@ def plain(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @pytest.mark.parametrize(
-    ("draw", "loss", "field", "whose"),
+    ("draw", "loss", "field", "whose", "refused"),
     [
-        (lambda index: np.random.rand(), plain, "train.task.dataset", "NumPy"),
-        (seldom, plain, "train.task.dataset", "Python"),
-        (float, masks, "train.task.loss_function", "Python"),
-        (seeded, masks, "train.task.loss_function", "Python"),
-        (seeded, plain, None, ""),
-        (of_its_own, plain, None, ""),
-        (lambda index: torch.rand(()).item(), plain, None, ""),
+        (lambda index: np.random.rand(), plain, "train.task.dataset", "NumPy", True),
+        (seldom, plain, "train.task.dataset", "Python", False),
+        (float, masks, "train.task.loss_function", "Python", True),
+        (seeded, masks, "train.task.loss_function", "Python", True),
+        (seeded, plain, None, "", False),
+        (of_its_own, plain, None, "", False),
+        (lambda index: torch.rand(()).item(), plain, None, "", False),
     ],
     ids=["numpy", "seldom", "loss", "loss after seeded items", "seeded", "own", "torch"],
 )
@@ -889,21 +908,22 @@ def test_numbers_that_nobody_seeds_are_refused_in_strict(
     loss: Any,
     field: str | None,
     whose: str,
+    refused: bool,
 ) -> None:
-    """A witness reads other items than the replica whose gradient it confirms."""
+    """Where the loss depends on them. A library may draw the name of a file."""
     task = custom(build_model=lambda: nn.Linear(3, 2), dataset=Drawing(draw), loss_function=loss)
     before = places()
     fast = TrainConfig(task=task, steps=1, global_batch=1, determinism="fast")
     assert task.prepare(fast, str(tmp_path)) is task
-    if field is None:
-        assert prepare(task, str(tmp_path)) is task
-        assert not caplog.messages
-    else:
+    told = list(caplog.messages)
+    assert [one.startswith(f"{field} = ") and whose in one for one in told] == [True] * bool(field)
+    if refused:
         error = refusal(task, str(tmp_path))
         assert error.field == field
         assert error.fact.startswith(f"it draws from {whose}'s generator")
-        (told,) = caplog.messages
-        assert told.startswith(f"{field} = ") and whose in told
+    else:
+        assert prepare(task, str(tmp_path)) is task
+        assert len(caplog.messages) == 2 * len(told)
     assert places() == before
 
 
