@@ -17,6 +17,10 @@ from hypothesis import settings
 # then, that is 5 s each time, in a tenth of all connections.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+# Two files go beside each other. Where the processes of both compute on all cores, threads spin for
+# those that have none: a file with 16 s of CPU time took a minute, and 24 s with one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # How long an example takes is the machine's affair.
 settings.register_profile("here", deadline=None)
 settings.load_profile("here")
