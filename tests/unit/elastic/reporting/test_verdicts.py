@@ -322,6 +322,18 @@ def test_what_machines_show_goes_by_the_order_in_which_they_told() -> None:
     assert shown() == {"xid_48"}
 
 
+@pytest.mark.parametrize("cleared", [True, False])
+def test_signs_cleared_before_the_clock_was_set_back_explain_no_loss(cleared: bool) -> None:
+    """What stands still does, however late it seems to have been told."""
+    joined = WorkerJoined(time=0.0, worker="w1", node="n1", pid=1, born_ticks=None)
+    facts = EventFacts([joined, shows("n1", 1000.0, XID)])
+    if cleared:
+        facts.take(shows("n1", 1100.0))
+    facts.take(lost("w1", 510.0))
+    signs = facts.between(510.0 - BEFORE_S, inf, ["w1"]).signs
+    assert {sign.name for sign in signs} == ({"crash"} if cleared else {"crash", "xid_79"})
+
+
 def test_facts_of_many_incidents_look_at_no_machine_that_shows_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
