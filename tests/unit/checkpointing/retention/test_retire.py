@@ -32,6 +32,7 @@ from checkpointing import (
     plan_segments,
     retire,
     set_aside,
+    set_foreign_aside,
     write_slices,
 )
 from checkpointing.retention.retire import sweep_orphans, sweep_uncommitted
@@ -347,6 +348,23 @@ def test_a_record_that_was_set_aside_is_read_once(tmp_path: Path) -> None:
         assert surveyor.survey() == surveyor.survey()
         assert surveyor.survey().aside == {segment}
     assert read.count(f"{KEYS.commit(10)}.unreadable") == 3
+
+
+def test_a_foreign_record_with_the_key_of_an_earlier_one_guards_its_own_segments(
+    tmp_path: Path,
+) -> None:
+    """Somebody has deleted the earlier one, and its step was committed and set aside anew."""
+    store = LocalStore(tmp_path)
+    surveyor = Surveyor(store=store, keys=KEYS)
+    for attempt, newest_step in enumerate((20, 30)):
+        write(store, 10, attempt=attempt)
+        surveyor.forget(10)
+        (segment,) = load_manifest(store, KEYS, 10).segments
+        set_foreign_aside(store, KEYS, 10)
+        write(store, newest_step)
+        retire(surveyor, keep_last=1, keep_every=None, up_to_step=newest_step, littered=attempt > 0)
+        assert [key for key in store.list("d/") if KEYS.step_of(key) == 10] == [segment]
+        store.delete(f"{KEYS.commit(10)}.foreign")
 
 
 def test_a_retention_reads_notes_once_and_claims_once_for_each_look(tmp_path: Path) -> None:
