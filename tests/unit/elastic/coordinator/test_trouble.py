@@ -13,6 +13,7 @@ import pytest
 
 from elastic.config import HealthConfig
 from elastic.coordinator import trouble as module
+from elastic.coordinator import workers as workers_module
 from elastic.coordinator.trouble import Troubles
 from elastic.protocol import events
 from elastic.protocol.causes import (
@@ -219,3 +220,44 @@ def test_while_a_mate_has_no_agent_a_failed_collective_accuses_nobody(
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == meaning
     assert stand_in.asked.is_set()
+
+
+class Refused(Agents):
+    """Node B's has ended, and Ray starts no other one there; the others beat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beating = {"A", "C", "D", "E", "F"}
+
+    async def outlive(self, node: str) -> tuple[str, str]:
+        """See NodeAgents."""
+        return "refused", "it is drained"
+
+    def ended(self, node: str, token: str, now_s: float) -> bool:
+        """See NodeAgents."""
+        return True
+
+    def forget(self, node: str) -> None:
+        """See NodeAgents."""
+
+
+def test_a_mate_on_a_node_that_ray_drains_is_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No agent comes there; Ray tells of its end."""
+    monkeypatch.setattr(module, "_PEER_LOSS_PATIENCE_S", 0.05)
+    monkeypatch.setattr(module, "START_S", 2 * PATIENCE_S)
+    monkeypatch.setattr(workers_module, "live_nodes", lambda: {"A", "B"})
+    desk = CoordinatorDesk(tmp_path, each=2)
+    stand_in: Any = Refused()
+    desk.workers._agents = stand_in
+    health = HealthConfig(node_beat_s=0.02, node_timeout_s=0.05)
+    no_links: Any = Unexplained()
+    troubles = Troubles(health, desk.membership, desk.dispatcher, desk.workers, no_links)
+
+    async def run() -> str:
+        await desk.workers._keep_agent("B", "token")
+        return await troubles.settle("a", 7, "a timeout", COLLECTIVE)
+
+    assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == "own"
+    assert [lost.worker for lost in desk.happened(events.WorkerLost)] == ["a"]
