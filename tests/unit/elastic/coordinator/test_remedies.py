@@ -532,6 +532,32 @@ def test_a_slow_worker_takes_the_same_way_when_it_is_told_of(tmp_path: Path) -> 
     assert (drained.workers, drained.node, drained.reason) == (["b"], None, "slow: 3 times slower")
 
 
+def test_a_crash_makes_nobody_slow(tmp_path: Path) -> None:
+    """What workers show of waiting is of the time before; whoever measures slowness says so."""
+    desk = Desk(tmp_path, spares=("d", "e"))
+    little = Sign(
+        name="waits_little",
+        source="reading",
+        role="confirmation",
+        cause="slow",
+        subject="worker",
+        detail="it waits for nobody",
+        worker="a",
+        node="A",
+    )
+
+    async def story() -> None:
+        desk.shows("A", little)
+        desk.shows("B", replace(little, name="waits_much", worker="b"))
+        await desk.settle()
+        await desk.lose("b")
+        await desk.settle()
+
+    desk.run(story)
+    assert [(one.cause, one.workers) for one in desk.met()] == [("crash", ["b"])]
+    assert not desk.membership.places.retired and not desk.workers.shunned_nodes
+
+
 def test_a_slow_machine_is_replaced_where_nobody_waits_for_its_place(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     slow = Verdict(
