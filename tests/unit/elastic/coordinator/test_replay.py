@@ -162,6 +162,7 @@ SKIP = trouble(5, "skip_data")
         ([regrouped(4.0, 2, 5, "restore")], []),
         ([regrouped(4.0, 2, 6, "restore")], [SKIP]),  # its steps are not done again
         ([events.EndDecided(time=4.0, error="too many", cause=None)], []),
+        ([events.RunEnded(time=4.0, step=6, outcome="failed", error="its driver is gone")], []),
     ],
 )
 def test_trouble_of_the_training_that_nothing_came_of_yet(

@@ -271,6 +271,14 @@ def test_where_why_cannot_be_written_down_what_is_wrong_is_set_aside_alone(
     assert stopped or "records cannot be written" in str(desk.membership.stopped.error)
 
 
+def test_a_run_that_has_ended_goes_back_no_more(desk: Desk) -> None:
+    """Its records are closed: nobody would know what was set aside, and why."""
+    desk.records.end("interrupted", None).result()
+    asyncio.run(desk.retreat.go_back(at_most=9, reason="told"))
+    assert list_steps(desk.store, KEYS) == [4, 8, 12]
+    assert not desk.membership.progress.going_back
+
+
 def test_without_a_checkpoint_it_goes_back_to_the_seed(desk: Desk) -> None:
     asyncio.run(desk.retreat.go_back(at_most=3, reason="told"))
     runs = desk.regroup(14, generation=1)
