@@ -6,6 +6,7 @@ import asyncio
 import errno
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,8 @@ from tests.support.coordinator_desk import CoordinatorDesk
 from tests.support.tiny_checkpoint import KEYS, write_state
 from trainer.loop.samples import Skip
 from trainer.replication.step_commit import Commit
+
+PATIENCE_S = 30.0
 
 
 def usual(step: int) -> float:
@@ -770,6 +773,36 @@ def test_what_a_spike_goes_back_to_is_kept_however_many_are_saved_since(make: Ma
         for step in (14, 16, 17):  # the records come later
             await save(desk, step, generation=1)
         desk.take(16, 17, losses={16: HIGH})
+        await settled(desk)
+
+    asyncio.run(play())
+    (back,) = desk.happened(events.WentBack)
+    assert (back.step, back.skip) == (12, [15, 5]), "not the seed"
+
+
+def test_what_a_spike_that_is_taken_up_goes_back_to_is_kept(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are saved until the coordinator that was started anew has found it."""
+    desk = make(health(on_loss_spike="skip_data"))
+    saved, find = threading.Event(), Retreat._find
+
+    def find_later(self: Retreat, at_most: int) -> tuple[int, list[int]]:
+        assert saved.wait(PATIENCE_S)
+        return find(self, at_most)
+
+    monkeypatch.setattr(Retreat, "_find", find_later)
+    due = events.TrainingTrouble(
+        time=0.0, trouble="loss_spike", first=15, last=16, detail="high", action="skip_data"
+    )
+
+    async def play() -> None:
+        desk.take(14, 17)
+        await save(desk, 16, generation=1)
+        desk.take(17, 20)  # what may be found after them goes back to 16 at most
+        desk.training.take_up([due])
+        await save(desk, 18, generation=1)
+        saved.set()
         await settled(desk)
 
     asyncio.run(play())
