@@ -83,6 +83,27 @@ def test_a_dataset_in_memory_that_is_too_large_to_cross_is_refused_with_its_size
         prepared(large, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "refusal"),
+    [
+        pytest.param(torch.zeros(3_000_000, 1), "it is 12 MB pickled", id="too large"),
+        pytest.param([threading.Lock()], "it cannot be sent to the workers: TypeError", id="lock"),
+    ],
+)
+def test_what_another_task_leaves_is_refused_where_it_does_not_cross(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: Any, refusal: str
+) -> None:
+    monkeypatch.setattr(preparing, "most_kept_bytes", lambda: 24_000_000)
+    leaves = CustomTask(
+        build_model=lambda: nn.Linear(1, 1),
+        loss_function=lambda model, batch: (model(batch).sum(), len(batch)),
+        dataset=dataset,
+    )
+    train = TrainConfig(task=Lasting(leaves), steps=1, global_batch=1)
+    with pytest.raises(ConfigError, match=f"CustomTask.*{refusal}"):
+        prepare_task(train, str(tmp_path))
+
+
 class Refuses:
     """A converter that goes with no run."""
 
