@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 _AS_PROGRAM = (
-    "import sys; sys.path = [*filter(None, sys.path), sys.argv.pop(1)]; import runpy; "
+    "import sys; home, path = sys.argv.pop(1), [*filter(None, sys.path)]; "
+    "at = [n for n, entry in enumerate(path) if entry.endswith('-packages')] or [len(path)]; "
+    "sys.path = path if home in path else [*path[: at[0]], home, *path[at[0] :]]; import runpy; "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
 """As `python -m`, which looks for all modules in the working directory first, where there may be
-anybody's files. Takes the folder that this package lies in, and the module."""
+anybody's files. Takes the folder that this package lies in, and the module. That folder comes
+before what is installed (site-packages, Debian's dist-packages): there may be another version of
+this package."""
 _HOME = str(Path(__file__).parents[2])
 
 _LOOK_S = 0.02
@@ -78,9 +82,17 @@ def _start(program: Program, file: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=errors,
-            env={**os.environ, **program.variables},
+            env=_environment(program),
             start_new_session=True,
         )
+
+
+def _environment(program: Program) -> dict[str, str]:
+    """Without the empty parts of PYTHONPATH, as `$PYTHONPATH:/x` has where it was not set: they are
+    the working directory."""
+    found = {**os.environ, **program.variables}
+    parts = filter(None, found.get("PYTHONPATH", "").split(os.pathsep))
+    return {**found, "PYTHONPATH": os.pathsep.join(parts)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

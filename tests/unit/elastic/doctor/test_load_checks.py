@@ -4,7 +4,9 @@ their own as `elastic doctor --full` does it, and what is said of numbers."""
 from __future__ import annotations
 
 import os
+import sys
 import time
+import venv
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -180,17 +182,36 @@ def test_what_libraries_say_is_not_taken_for_the_result(
     ]
 
 
+@pytest.mark.parametrize("python_path", [None, f"{os.pathsep}/none", f"/none{os.pathsep}"])
 def test_programs_take_no_module_from_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_path: str | None
 ) -> None:
     """`elastic doctor` may be called anywhere. Where it is not installed it finds itself."""
     for name in ("json", "runpy", "torch", "elastic"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('taken from here')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    (outcome,) = run_programs(
-        [Program(module="elastic.doctor.loads.disk", arguments=(str(tmp_path),))], 60.0
-    )
+    if python_path is not None:
+        monkeypatch.setenv("PYTHONPATH", python_path)
+    assert_writes(tmp_path)
+
+
+def test_programs_are_of_this_package_also_where_another_version_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m elastic.cli` was called in a checkout."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "elastic.py").write_text("raise SystemExit('the installed one')\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv/bin/python"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert_writes(tmp_path)
+
+
+def assert_writes(folder: Path) -> None:
+    """A load of this package runs."""
+    disk = Program(module="elastic.doctor.loads.disk", arguments=(str(folder),))
+    (outcome,) = run_programs([disk], 60.0)
     assert outcome.trouble == "" and outcome.found["write"] > 0
 
 
