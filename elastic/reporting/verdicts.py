@@ -191,9 +191,7 @@ class EventFacts:
         ]
         self._stand_at(begin)
         told = self._told[self._passed : bisect_right(self._told, end, key=_time)]
-        if (
-            end == inf
-        ):  # the clock may be set back: of what seems told long after, what stands still
+        if end == inf:  # the clock may be set back: what seems told long after counts if it stands
             until = max((event.time for event in losses), default=begin) + AFTER_S
             told = [e for e in told if e.time <= until or self._shown.get(e.node) is e]
         first = min((event.time for event in losses), default=begin)
