@@ -120,7 +120,8 @@ def start_ray(options: argparse.Namespace) -> None:
         ray.init()
         return
     workers = options.replicas + options.spares
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # the kernel's chooses better
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:  # the kernel's chooses better, but in a pod
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False)
 
 

@@ -121,7 +121,8 @@ def start_ray(options: argparse.Namespace) -> None:
         return
     workers = options.replicas * options.shard * options.tensor + options.spares
     cpus = None if options.device == "cuda" else max(1, round(workers * options.cpus_per_worker))
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # the kernel's chooses better
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:  # the kernel's chooses better, but in a pod
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
 
 

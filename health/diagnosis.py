@@ -65,7 +65,8 @@ def diagnose(facts: Facts) -> list[Verdict]:
     verdicts += _of_peers(named, signs, {facts.nodes.get(v) for x in verdicts for v in x.workers})
     if all(verdict.confidence == "weak" for verdict in verdicts):
         verdicts += _of_cascades(lost)
-    verdicts += _of_slow(signs, facts)  # it explains no loss
+    if not lost:  # what workers show of waiting is of the time before, and explains none
+        verdicts += _of_slow(signs, facts)
     order: tuple[Confidence, ...] = ("certain", "likely", "weak")
     return sorted(verdicts, key=lambda verdict: order.index(verdict.confidence))
 

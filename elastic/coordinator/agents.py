@@ -364,8 +364,8 @@ class NodeAgents:
         return agent is not None and agent.renewed_s is not None
 
     def awake_s(self) -> float:
-        """Now, on the clock of the leases: of time in which the coordinator was held up, and with
-        its container or machine perhaps the whole run, next to nothing counts."""
+        """Now, on the clock of the leases. It hardly moves while the coordinator is held up, as
+        when its container or machine is paused."""
         return self._clock.tick(time.monotonic())
 
     def overdue(self, now_s: float) -> dict[str, str]:

@@ -129,8 +129,7 @@ class Remedies:
         found = [
             verdict
             for verdict in diagnose(facts)
-            # That was announced, and whoever measures this one comes to `meet`.
-            if verdict.cause not in (PREEMPTION, SLOW)
+            if verdict.cause != PREEMPTION  # that was announced
             and (not {*workers}.isdisjoint(verdict.workers) or _is_more(verdict, stands))
         ]
         await self._meet_all(found, facts, self._lost_at, counts=stops)

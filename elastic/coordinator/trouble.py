@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -101,7 +100,7 @@ class Troubles:
         they have its files in memory."""
         if self._membership.call == "start":
             return USER_ERROR
-        seen = asyncio.to_thread(lambda: all(map(os.path.exists, self._reads)))
+        seen = asyncio.to_thread(lambda: all(map(_can_be_read, self._reads)))
         try:
             return STORAGE if await asyncio.wait_for(seen, _LOOK_S) else DATA
         except TimeoutError:
@@ -113,9 +112,8 @@ class Troubles:
         until_s = time.monotonic() + START_S
         watched = self._mates_watched(worker)
         while not watched and not broken() and time.monotonic() < until_s:
-            watched = self._mates_watched(
-                worker
-            )  # before the wait: once more where it is so by now
+            # Looked at before the wait: whose agent beats by now has that long to tell.
+            watched = self._mates_watched(worker)
             await self._dispatcher.until(broken, _PEER_LOSS_PATIENCE_S)
 
     def _mates_watched(self, worker: str) -> bool:
@@ -134,3 +132,13 @@ class Troubles:
     def _follows_alone(self, worker: str, cause: Cause, formed: int | None) -> bool:
         alone = formed is None and worker in self._membership.roster.followers
         return alone and cause != COLLECTIVE
+
+
+def _can_be_read(path: str) -> bool:
+    """Where a server answers no reads, its files may still seem to be there."""
+    try:
+        with open(path, "rb") as file:
+            file.read(1)
+    except OSError:
+        return False
+    return True

@@ -15,9 +15,8 @@ from typing import Any
 
 from ray.train import Checkpoint, Result, RunConfig
 
-from checkpointing import CheckpointConfig, Manifest, S3Config, Snapshot, StorePlace
+from checkpointing import CheckpointConfig, Manifest, S3Config, Snapshot
 from checkpointing.config import Resume
-from checkpointing.stores.s3.config import SETTINGS
 from checkpointing.whole_file import write_whole
 from elastic.config import HealthConfig, ScalingConfig, WorkerPlan
 from elastic.coordinator.actor import MOST_CALLS, Coordinator
@@ -180,8 +179,9 @@ class Launch:
 
     def _claim(self, paths: RunPaths) -> None:
         """Ends what lives on of a start whose supervisor is gone, before it is looked what there is
-        to go on from: its workers train, and its coordinator commits. The run's lock is held, and
-        not for long where the supervisor of a start of a moment ago waits for it: that would end.
+        to go on from: its workers train, and its coordinator commits. The run's lock is held. The
+        supervisor of a start of a moment ago may be waiting for it, and ends if it waits too long:
+        so this comes before anything is prepared.
 
         Raises:
             RunGoesOnError: see `_end_leftovers`.
@@ -449,17 +449,9 @@ class Launch:
                 precision=self.train.precision,
                 flops_per_token=ready.flops_per_token,
                 store="" if paths.store is None else str(paths.store),
-                store_settings=_settings_of(paths.store),
+                store_settings=paths.store.settings if isinstance(paths.store, S3Config) else {},
             ),
         )
-
-
-def _settings_of(store: StorePlace | None) -> dict[str, str]:
-    """See `RunStarted.store_settings`."""
-    if not isinstance(store, S3Config):
-        return {}
-    values = {name: getattr(store, name) for name in SETTINGS}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_outlives() -> None:

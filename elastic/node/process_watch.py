@@ -80,7 +80,7 @@ class _HeldUp:
         """The monotonic clock's lead over the `AwakeClock` at the first look."""
         self._total_s = 0.0
         self._begin_s = self._end_s = 0.0
-        """What came to it at the latest look, on the monotonic clock."""
+        """The latest gap, on the monotonic clock: its begin, and the look that found it."""
 
     def look(self, awake_s: float) -> None:
         """It is `awake_s` on the `AwakeClock`."""
@@ -92,8 +92,8 @@ class _HeldUp:
         self._total_s = total_s
 
     def until(self, time_s: float) -> float:
-        """Seconds up to `time_s` of the monotonic clock; no earlier than the look before the latest
-        one, as whoever is looked at each time needs."""
+        """How long it had been held up by `time_s` of the monotonic clock, which is no earlier than
+        the look before the latest one."""
         return self._total_s - max(0.0, self._end_s - max(self._begin_s, time_s))
 
 

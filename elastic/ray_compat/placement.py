@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 MOST_PENDING_GROUPS = 8
@@ -110,18 +111,13 @@ class Silence:
 
     def __init__(self) -> None:
         self._begun_s: dict[int, float] = {}
-        self._heard: set[int] = set()
         self._told: set[int] = set()
 
     def late(self, launches: Iterable[int], now_s: float) -> list[int]:
         """Those of these workers, by their launches, of whom it should be asked whether they have
         said hello. They have had their work since they were first seen here."""
         seen = {launch: self._begun_s.setdefault(launch, now_s) for launch in launches}
-        return [
-            launch
-            for launch, begun_s in seen.items()
-            if launch not in self._heard and now_s - begun_s > TOLD_S
-        ]
+        return [launch for launch, begun_s in seen.items() if now_s - begun_s > TOLD_S]
 
     def judge(
         self, late: Iterable[int], silent: Collection[int], now_s: float
@@ -133,7 +129,7 @@ class Silence:
             silent: who of them has not said hello.
             now_s: on the same clock.
         """
-        self._heard.update(set(late) - set(silent))
+        self._begun_s |= dict.fromkeys(set(late) - set(silent), inf)  # they are asked for no more
         told = [launch for launch in silent if launch not in self._told]
         self._told.update(told)
         return told, [one for one in silent if now_s - self._begun_s[one] > SILENT_S]

@@ -68,9 +68,7 @@ def find_verdicts(
     facts, ledger = EventFacts(events), EMPTY
     found: list[Advice] = []
 
-    def add(
-        time: float, step: int, of: Facts, *, of_losses: bool = False, at_end: bool = False
-    ) -> None:
+    def add(time: float, step: int, of: Facts, *, at_end: bool = False) -> None:
         nonlocal ledger
         committed = bisect_right(steps, time, key=lambda step: step.time)
         known = {(one.verdict.fingerprint, one.verdict.nodes) for one in found} if at_end else ()
@@ -78,8 +76,6 @@ def find_verdicts(
         for verdict in diagnose(of):
             if (verdict.fingerprint, verdict.nodes) in known:
                 continue  # it stands since an incident, and has not come again
-            if of_losses and verdict.cause == causes.SLOW:
-                continue  # as in `Remedies`: it explains none
             remedy = decide_step(verdict, before, committed)
             if verdict.fingerprint not in tried:  # as the coordinator counts (`Remedies`)
                 tried.add(verdict.fingerprint)
@@ -92,8 +88,7 @@ def find_verdicts(
             add(one.time, one.step, facts.of_stragglers(one))
             continue
         begin, end = one.span
-        of_losses = facts.between(begin - BEFORE_S, end + AFTER_S, one.workers)
-        add(one.time, one.step, of_losses, of_losses=True)
+        add(one.time, one.step, facts.between(begin - BEFORE_S, end + AFTER_S, one.workers))
     if facts.shown_s is not None:
         add(facts.shown_s, steps[-1].step + 1 if steps else 0, facts.standing(), at_end=True)
     return found

@@ -13,8 +13,8 @@ from trainer.errors import StorageNotSeenError
 class RunSight:
     """Looks as soon as it is made, on a thread: a network file system may take its time, and may
     show a file as it was before. Where checkpoints lie in a store elsewhere nobody looks: a worker
-    needs nothing of the directory itself then. Of the tokens, which may lie below it, it looks at
-    the files (`PreparedCausalLM.open_tokens`).
+    does not need the directory then. The tokens may lie below it: `Worker.make_engine` looks at
+    their files.
 
     Args:
         paths: the run's.

@@ -323,8 +323,8 @@ class Worker:
 
     def build(self, answer: Build) -> None:
         """Makes this worker's part of a new replica, without state, or with the one it holds. All
-        workers of the replica do it at once. A custom task's model is compiled in its rehearsal,
-        which may fail with weights that are 0, and else in its first step."""
+        workers of the replica do it at once. A custom task's model is not compiled here, as its
+        loss may not bear weights of 0: that is done in its rehearsal, or else in its first step."""
         if answer.keep:
             self.leave_replica()
         else:

@@ -30,7 +30,6 @@ from trainer.engine.names import PARAMETERS
 from trainer.engine.optimizer import SliceOptimizer, as_leaf, make_optimizer
 from trainer.engine.state import WorkerState
 from trainer.models.init import WeightSource
-from trainer.optimizer import checked_rate
 from trainer.parallel.apply import (
     fill,
     forget_gathered,
@@ -418,14 +417,9 @@ class Engine:
 
     def apply(self, step: int, *, scale: float) -> None:
         """The optimizer step on `gradient` times `scale`, at the learning rate of `step`. What it
-        leaves in `gradient` is of no use.
-
-        Raises:
-            RateError: there is no such rate: a schedule of the user's comes to none in the middle
-                of the run.
-        """
-        rate = checked_rate(self.train_config.optimizer, step, self.train_config.steps)
+        leaves in `gradient` is of no use."""
         self.state.await_copy()
+        rate = self.train_config.optimizer.rate(step, self.train_config.steps)
         if not self.optimizer.takes_scale:
             self.gradient.mul_(scale)
             scale = 1.0

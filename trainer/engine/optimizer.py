@@ -110,7 +110,8 @@ def _make(
 def _check_groups(
     config: Optimizer, optimizer: torch.optim.Optimizer, slices: Mapping[str, nn.Parameter]
 ) -> None:
-    """The trial's parameters have names of their own: what goes by names shows with the model's."""
+    """Refuses groups that lack a parameter, or have several learning rates. Called for the trial
+    and for the model: a `make` that goes by names shows only with the model's."""
     groups = optimizer.param_groups
     # Of a slice without numbers nothing is left to update.
     grouped = [id(param) for group in groups for param in group["params"] if param.numel()]

@@ -121,8 +121,14 @@ def finished_directory(target: Path) -> Iterator[Path]:
         if target.exists():
             if os.listdir(target):
                 raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-            os.rename(target, part)  # a mount point shows here, and not when all is written
-            os.rename(part, target)
+            try:
+                os.rename(target, part)  # a mount point shows here, and not when all is written
+                os.rename(part, target)
+            except OSError as error:
+                if (
+                    error.errno != errno.EXDEV
+                ):  # overlayfs replaces an image's, and does not move it
+                    raise
     except OSError as error:
         raise ExchangeError(
             str(target),

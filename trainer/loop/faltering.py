@@ -5,7 +5,6 @@ that is gone for some seconds. All replicas meet it at one step, as they would a
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import random
 import sys
@@ -19,9 +18,9 @@ from trainer.errors import DataStorageError
 log = logging.getLogger(__name__)
 
 FALTERS_S = 60.0
-"""No try begins later than so long after the first one. Mates wait for it in a collective
-meanwhile, and who calls to regroup for `regroup_timeout_s`: as for any slow read. To raise at the
-call would cost each worker that waits, and so perhaps all copies of the state."""
+"""No try begins later than this after the first. Mates wait in a collective meanwhile; a call to
+regroup waits up to `regroup_timeout_s`, as for any slow read. Raising at the call would lose each
+worker that waits, and perhaps all copies of the state."""
 
 _PASSING = frozenset(
     {
@@ -49,8 +48,9 @@ def read_patiently(attempt: Callable[[], _Read], again: Callable[[], object] = b
         DataStorageError: it still faltered after `FALTERS_S`.
         Exception: whatever else `attempt` raised.
     """
-    began_s = time.monotonic()
-    for tries in itertools.count(1):
+    began_s, tries = time.monotonic(), 0
+    while True:
+        tries += 1
         try:
             return attempt()
         except Exception as error:
@@ -63,7 +63,6 @@ def read_patiently(attempt: Callable[[], _Read], again: Callable[[], object] = b
             if tries == 1:
                 log.warning("samples are read again for up to %g s: %r", FALTERS_S, error)
         again()
-    raise AssertionError  # it counts for ever
 
 
 def may_pass(error: Exception) -> bool:

@@ -321,8 +321,8 @@ class PreparedCausalLM:
             self.train_data()
             self.eval_data()
         except (TokensCorruptError, OSError) as error:
-            unread = isinstance(error, OSError) or isinstance(error.__cause__, OSError)
-            if not unread and all(map(os.path.exists, self.token_indexes)):
+            was_read = isinstance(error, TokensCorruptError) and os.path.exists(error.file)
+            if was_read and not isinstance(error.__cause__, OSError):
                 raise
             raise StorageNotSeenError(
                 "train.task.data",

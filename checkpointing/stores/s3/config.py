@@ -100,6 +100,12 @@ class S3Config(StorePlace):
         path = urlsplit(self.url).path.strip("/")
         return f"{path}/" if path else ""
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """What the URL does not say: those of `SETTINGS` that are set."""
+        values = {name: getattr(self, name) for name in SETTINGS}
+        return {name: value for name, value in values.items() if value is not None}
+
     def below(self, name: str) -> S3Config:
         """The same with `name` as a further part of the prefix."""
         return replace(self, url=f"{self}/{name}")

@@ -105,7 +105,6 @@ from trainer.config import TrainConfig
 from trainer.engine.engine import Engine
 from trainer.parallel.apply import warm_up
 from trainer.parallel.layout import ParallelDims, Slot
-from trainer.parallel.mesh import ReplicaMesh
 from trainer.tasks.custom import CustomTask
 
 task = CustomTask(

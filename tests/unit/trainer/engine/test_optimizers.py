@@ -541,16 +541,6 @@ class Odd:
         return float(self.value) if step >= self.step else 0.1
 
 
-@dataclass(frozen=True)
-class Between:
-    """A learning rate at both ends of a run."""
-
-    value: str
-
-    def rate(self, step: int, steps: int) -> float:
-        return 0.1 if step in (0, steps - 1) else float(self.value)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "fact"),
     [
@@ -567,20 +557,3 @@ def test_settings_that_cannot_be_are_refused_before_the_run(optimizer: Any, fact
     assert asdict(LION)["schedule"] == {"lr": 0.02}
     with pytest.raises(ConfigError, match=fact):
         train_with(optimizer).check(lanes=2)
-
-
-@pytest.mark.parametrize("value", ["nan", "inf", "-0.5"])
-def test_a_rate_that_cannot_be_in_the_middle_of_a_run_moves_no_weight(
-    replica: tuple[Rendezvous, ReplicaMesh], value: str
-) -> None:
-    """Only the ends are tried before it."""
-    optimizer = Lion(schedule=Between(value))
-    train_with(optimizer).check(lanes=2)
-    engine = make_engine(replica[1], optimizer)
-    engine.initialize()
-    train_on(engine, range(1))
-    before = engine.state.digest()
-    with pytest.raises(ConfigError, match=f"the learning rate of step 1 of {STEPS} is {value}"):
-        train_on(engine, range(1, 2))
-    assert engine.state.digest() == before and engine.state.optimizer_steps == 1
-    train_on(engine, range(3, 4))

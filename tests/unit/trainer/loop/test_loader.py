@@ -30,6 +30,7 @@ from trainer.data.order import Ids
 from trainer.errors import ConfigError, RateError
 from trainer.loop.loader import Loader, read
 from trainer.loop.samples import lane_ids, micro_batches
+from trainer.optimizer import check_settings
 from trainer.tasks.custom import CustomTask
 
 SAMPLES, STEPS = 64, 6
@@ -536,17 +537,25 @@ def test_less_than_nothing_ahead_is_refused() -> None:
 class Between:
     """A learning rate at both ends of a run."""
 
+    value: float
+
     def rate(self, step: int, steps: int) -> float:
-        return 0.1 if step in (0, steps - 1) else math.nan
+        return 0.1 if step in (0, steps - 1) else self.value
 
 
-def test_a_step_without_a_learning_rate_is_not_begun(train: Callable[[TrainConfig], Any]) -> None:
-    """All would fail in it alike. Once it is committed that would cost each copy of the state."""
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5])
+def test_a_step_without_a_learning_rate_is_not_begun(
+    train: Callable[[TrainConfig], Any], value: float
+) -> None:
+    """Only the ends are tried before the run. All would fail in it alike: once it is committed that
+    would cost each copy of the state."""
     data = Watched()
-    config = settings(data, 0, optimizer=OptimizerConfig(schedule=Between()))
+    optimizer = OptimizerConfig(schedule=Between(value))
+    config = settings(data, 0, optimizer=optimizer)
+    check_settings(optimizer, STEPS)
     error = train(config)
     assert isinstance(error, RateError)
-    assert error.fact == f"the learning rate of step 1 of {STEPS} is nan"
+    assert error.fact == f"the learning rate of step 1 of {STEPS} is {value}"
     first, *later = [
         {int(i) for micro in order_of(config)[n : n + 2] for i in micro} for n in (0, 2)
     ]
