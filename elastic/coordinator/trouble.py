@@ -97,7 +97,7 @@ class Troubles:
         """What it means that a machine does not see the run's storage. Before the first roster
         stands it is a wrong setting. Later the storage was there once: the machine is at fault
         where it is seen here, and nobody where it is gone, which those who train need not notice:
-        they have its files in memory."""
+        they have its files in memory (docs/decisions/069)."""
         if self._membership.call == "start":
             return USER_ERROR
         seen = asyncio.to_thread(lambda: all(map(_can_be_read, self._reads)))

@@ -1,5 +1,6 @@
 """A read of samples is tried again where storage falters: a file server that starts anew, a network
-that is gone for some seconds. All replicas meet it at one step, as they would a bug of the dataset.
+that is gone for some seconds. All replicas meet it at one step, as they would a bug of the dataset
+(docs/decisions/069).
 """
 
 from __future__ import annotations
