@@ -94,7 +94,7 @@ def _recorded_store(name: str) -> str | StorePlace | None:
                 f"elastic: by the run's records its checkpoints go to {one.store}{at}",
                 file=sys.stderr,
             )
-            return place
+            return place if isinstance(place, S3Config) else one.store
     return None
 
 

@@ -46,6 +46,8 @@ class Troubles:
         self._node_s = health.node_timeout_s + _PEER_LOSS_PATIENCE_S
         self._membership, self._dispatcher, self._workers = membership, dispatcher, workers
         self._link_tests, self._reads = link_tests, reads
+        self._look: asyncio.Future[bool] | None = None
+        """Whether this machine can read them."""
         self._raised: dict[str, int | None] = {}
         """Worker whose own code raised, and it is not settled why -> its formation."""
         self._at_fault: set[str] = set()
@@ -100,11 +102,14 @@ class Troubles:
         they have its files in memory (docs/decisions/069)."""
         if self._membership.call == "start":
             return USER_ERROR
-        seen = asyncio.to_thread(lambda: all(map(_can_be_read, self._reads)))
+        if self._look is None or self._look.done():  # one that hangs keeps a thread
+            look = asyncio.to_thread(lambda: all(map(_can_be_read, self._reads)))
+            self._look = asyncio.ensure_future(look)
         try:
-            return STORAGE if await asyncio.wait_for(seen, _LOOK_S) else DATA
+            seen = await asyncio.wait_for(asyncio.shield(self._look), _LOOK_S)
         except TimeoutError:
-            return DATA
+            seen = False
+        return STORAGE if seen else DATA
 
     async def _await_agents(self, worker: str, broken: Callable[[], bool]) -> None:
         """Waits while a mate of `worker` has no agent that beats, as long as one may take to start:

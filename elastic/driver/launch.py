@@ -415,7 +415,7 @@ class Launch:
                 skips=skips_of(origin),
             ),
             reads=(
-                *(ready.task.token_indexes if isinstance(ready.task, PreparedCausalLM) else ()),
+                *(ready.task.token_files if isinstance(ready.task, PreparedCausalLM) else ()),
                 *([str(paths.identity)] if paths.store is None else []),
             ),
             restore_step=0 if stored is None else stored.step,

@@ -301,11 +301,16 @@ class PreparedCausalLM:
             self.open_tokens()
 
     @property
-    def token_indexes(self) -> tuple[str, ...]:
-        """Of the tokens, what a machine sees or does not see."""
-        from trainer.data.index import INDEX_NAME
+    def token_files(self) -> tuple[str, ...]:
+        """All that `open_tokens` looks at."""
+        from trainer.data.index import INDEX_NAME, file_name
+        from trainer.data.tokens import open_once
 
-        return tuple(os.path.join(path, INDEX_NAME) for path in (self.train_path, self.eval_path))
+        return tuple(
+            os.path.join(path, name)
+            for path in (self.train_path, self.eval_path)
+            for name in (INDEX_NAME, *map(file_name, range(len(open_once(path).index.files))))
+        )
 
     def open_tokens(self) -> None:
         """Looks at the files of tokens; once they are well, never again in this process. A worker

@@ -32,7 +32,7 @@ _LONGEST_S = 1.5
 _SEEDS = 2_914_350_666, 2_914_350_667
 """Of the generators, where the loss is tried and where it is tried once more: the same at each
 start, which so come to the same. Nobody's script has seeded them so."""
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 
 
 def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> None:
@@ -61,15 +61,19 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
     errors: list[BaseException] = []
     draws: list[_Draws] = []
 
-    def call(seed: int) -> None:
+    def call(seed: int, over: threading.Event) -> None:
         data, drawn = task.train_data(), _Draws()
         ids = np.arange(min(_SAMPLES, len(data)))
         for strict in (True, False) if determinism == "strict" else (False,):
             try:
+                if over.is_set():  # the generators are the script's again
+                    return
                 with _deterministic(strict):
                     with _watched(drawn, "dataset", seed):
                         batch = data.batch(ids)
                     batch = to_device(batch, torch.device("cpu"))  # as workers see it
+                    if over.is_set():
+                        return
                     with _watched(drawn, "loss_function", seed):
                         answers.append(task.loss(model, batch))
                 draws.append(drawn)
@@ -79,10 +83,12 @@ def try_loss(task: PreparedTask, model: nn.Module, determinism: Determinism) -> 
 
     def run(seed: int) -> bool:
         """Returns whether it came to an end."""
+        over = threading.Event()
         with torch.random.fork_rng(devices=[]), _kept_generators():
-            thread = threading.Thread(target=call, args=(seed,), name="try-loss", daemon=True)
+            thread = threading.Thread(target=call, args=(seed, over), name="try-loss", daemon=True)
             thread.start()
             thread.join(_LONGEST_S)
+            over.set()
         return not thread.is_alive()
 
     if run(_SEEDS[0]) and errors and not answers:

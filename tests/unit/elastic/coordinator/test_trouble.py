@@ -136,9 +136,11 @@ def lose_for_storage(desk: CoordinatorDesk, workers: str, *reads: Path) -> list[
     return [lost.cause for lost in desk.happened(events.WorkerLost)]
 
 
-@pytest.mark.parametrize(("is_here", "cause"), [(True, STORAGE), (False, DATA)])
+@pytest.mark.parametrize(
+    ("here", "cause"), [("readable", STORAGE), ("unreadable", DATA), ("gone", DATA)]
+)
 def test_machines_that_do_not_see_the_storage_are_to_blame_where_the_coordinator_s_does(
-    tmp_path: Path, is_here: bool, cause: str
+    tmp_path: Path, here: str, cause: str
 ) -> None:
     """And the run goes on, however many come."""
     desk = CoordinatorDesk(tmp_path, spares="xyz")
@@ -147,11 +149,13 @@ def test_machines_that_do_not_see_the_storage_are_to_blame_where_the_coordinator
         desk.join(worker, built=desk.built[worker], step=0)
     assert "x" in desk.built, "it builds what is lost"
     index = tmp_path / "index.json"
-    if is_here:
+    if here == "readable":
         index.touch()
+    elif here == "unreadable":
+        index.mkdir()  # EISDIR, as a server may tell of a file and give EIO
     assert lose_for_storage(desk, "xyz", index) == [cause] * 3
     assert desk.membership.stopped is None
-    assert bool(entry_of(cause).against_machine) == is_here
+    assert bool(entry_of(cause).against_machine) == (here == "readable")
 
 
 def test_storage_that_none_sees_any_more_is_no_bug_of_the_run(tmp_path: Path) -> None:

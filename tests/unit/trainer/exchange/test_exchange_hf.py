@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -160,6 +161,24 @@ def test_a_link_to_an_empty_directory_is_followed(tmp_path: Path) -> None:
     with finished_directory(link) as part:
         (part / "file").touch()
     assert link.is_symlink() and (place / "file").exists()
+
+
+def test_an_empty_directory_of_a_container_s_image_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """overlayfs does not move it, and puts another in its place."""
+    place, rename = tmp_path / "place", os.rename
+    place.mkdir()
+
+    def overlay(old: Path, new: Path) -> None:
+        if old == place:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", overlay)
+    with finished_directory(place) as part:
+        (part / "file").touch()
+    assert (place / "file").exists()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")

@@ -36,6 +36,7 @@ from trainer.models.hf import (
     find_differing,
     text_configuration,
 )
+from trainer.tasks import trial
 from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.custom import CustomTask
 from trainer.tasks.task import default_cache_dir
@@ -206,6 +207,10 @@ def test_tokens_that_cannot_be_read_are_the_machine_s_affair_and_wrong_ones_are_
     with pytest.raises(StorageNotSeenError, match="the tokens cannot be read on machine"):
         task.open_tokens()
     index.rmdir()
+    index.write_text(text)
+    (place / "00000.bin").rename(place / "moved")
+    with pytest.raises(StorageNotSeenError, match=r"on machine .*00000\.bin"):
+        task.open_tokens()
     index.write_text(text.replace('"schema": 1', '"schema": 0'))
     with pytest.raises(TokensCorruptError, match="schema is 0"):
         task.open_tokens()
@@ -934,6 +939,31 @@ def test_trying_the_loss_leaves_the_global_generator_alone(tmp_path: Path) -> No
     before = torch.get_rng_state()
     prepare(custom(build_model=lambda: nn.Linear(3, 2), loss_function=noisy), str(tmp_path))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_trial_that_takes_long_leaves_the_generators_alone_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_LONGEST_S", 0.1)
+    go_on, loss_asked = threading.Event(), threading.Event()
+
+    class Slow(Drawing):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            go_on.wait()
+            return torch.zeros(3)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        loss_asked.set()
+        return plain(model, batch)
+
+    before = places()
+    task = custom(build_model=lambda: nn.Linear(3, 2), dataset=Slow(float), loss_function=loss)
+    assert prepare(task, str(tmp_path)) is task
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "try-loss":
+            thread.join()
+    assert not loss_asked.is_set() and places() == before
 
 
 class Shared(nn.Module):
