@@ -56,11 +56,10 @@ def attach_to(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, lambda number, _: os._exit(128 + number))
     from elastic.driver.observer import Observer
     from elastic.driver.running import watch
-    from elastic.protocol.supervisor_api import SupervisorApi
 
     run = _find(options)
-    paths = run.call(SupervisorApi.about).job.paths
-    return tell(watch(run, Observer(paths, (), attaches=True, tensorboard=False)))
+    observer = Observer(paths_of(options), (), attaches=True, tensorboard=False)
+    return tell(watch(run, observer))
 
 
 def tell(ending: Ending) -> int:
@@ -86,7 +85,7 @@ def stop_run(options: argparse.Namespace) -> int:
         if options.now:
             run.call(SupervisorApi.interrupt)
         else:
-            coordinator = run.call(SupervisorApi.about).job.coordinator
+            coordinator = run.call(SupervisorApi.coordinator)
             coordinator.call(CoordinatorApi.wind_down, BY_HAND)
     paths = paths_of(options)
     ending = await_end(run, paths)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic.protocol.causes import Cause
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.job import Job
+from elastic.protocol.rpc import Remote
 
 WAIT_S = 30.0
 """How long whoever waits for the end of a run does so in one call."""
@@ -41,6 +43,10 @@ class SupervisorApi(Protocol):
 
     async def about(self) -> About:
         """What run this is."""
+
+    async def coordinator(self) -> Remote[CoordinatorApi]:
+        """The run's. For whoever cannot load what `about` tells: settings may hold objects of the
+        user's own modules."""
 
     async def going_on(self) -> bool:
         """Whether the run has not ended."""

@@ -92,6 +92,9 @@ class Supervisor(SupervisorApi):
         job = self._plan.job
         return About(job=dataclasses.replace(job, task=None), task_info=dict(job.task.info))
 
+    async def coordinator(self) -> Remote[CoordinatorApi]:
+        return self._coordinator
+
     async def going_on(self) -> bool:
         return not self._ending.done()
 

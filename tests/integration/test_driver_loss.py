@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from checkpointing import CheckpointConfig
-from elastic import ConfigError, HealthConfig
+from elastic import ConfigError, HealthConfig, OptimizerConfig
 from elastic.cli.main import main
 from elastic.driver import launch, resume
 from elastic.driver.running import find_run
@@ -27,7 +28,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.cluster import NAMESPACE, named_actors
 from tests.support import ROOT
-from tests.support.gated_run import HALF, STEPS, gated_trainer, saved_weights
+from tests.support.gated_run import HALF, STEPS, Steady, gated_trainer, saved_weights
 from tests.support.tiny import numbers_of
 from tests.support.watching import actor_beside, events_of, wait_until
 
@@ -152,16 +153,20 @@ def is_anew(storage: Path, before: int) -> bool:
 def test_a_run_that_nobody_waits_for(
     cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Started with `detach`, shown by `elastic attach`, and stopped by `elastic stop`."""
+    """Started with `detach`, shown by `elastic attach`, and stopped by `elastic stop`, where the
+    module of the user's schedule is not found."""
     gate, root = tmp_path / "gate", tmp_path / "gated"
-    started = gated_trainer(str(tmp_path), str(gate), 1).fit(detach=True)
+    trainer = gated_trainer(str(tmp_path), str(gate), 1)
+    trainer.train = replace(trainer.train, optimizer=OptimizerConfig(schedule=Steady(1e-2)))
+    started = trainer.fit(detach=True)
     assert started.path == str(root) and started.metrics is None
     address = ray.get_runtime_context().gcs_address
 
     def elastic(*arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "elastic.cli.main", *arguments, "--address", address],
-            cwd=ROOT,
+            cwd=tmp_path,
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

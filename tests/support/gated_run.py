@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
@@ -72,6 +73,16 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[to
     """Summed squared error."""
     x, y = batch
     return (model(x) - y).square().sum(), y.numel()
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A schedule of a user's own module."""
+
+    value: float
+
+    def rate(self, step: int, steps: int) -> float:
+        return self.value
 
 
 def late_samples() -> frozenset[int]:
