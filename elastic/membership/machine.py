@@ -258,12 +258,16 @@ class Membership:
     # -- questions ---------------------------------------------------------------------------------
 
     def slot_name(self, worker: str) -> str | None:
-        """The slot of a worker in words; None for a worker without one."""
-        replica = self.roster.replica_of(worker)
-        if replica is None:
+        """The slot of a worker in words, of one that follows with its remnant the one that it had;
+        None for a worker without one."""
+        if (replica := self.roster.replica_of(worker)) is not None:
+            index, rank = replica.index, replica.workers.index(worker)
+        elif (remnant := self.roster.followers.get(worker)) is not None:
+            index = remnant.index
+            rank = next(rank for rank, each in remnant.workers.items() if each == worker)
+        else:
             return None
-        rank = replica.workers.index(worker)
-        return str(Slot(replica=replica.index, rank=rank, dims=self.config.dims))
+        return str(Slot(replica=index, rank=rank, dims=self.config.dims))
 
     def replica_broken(self, worker: str, formed: int | None = None) -> bool:
         """Whether the replica that `worker` works in, standing or forming, is no more; where it is

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from statistics import median
 
+from elastic.membership.failure import INCIDENT_S
 from elastic.protocol.events import (
     Event,
     FaultFired,
@@ -329,8 +330,10 @@ def _concerns(event: RegroupGathered | RegroupDone, pending: _Loss) -> bool:
 
 
 def _belongs(event: WorkerLost, pending: _Loss) -> bool:
-    """Whether a further loss is part of the pending one; spares alone share only their node."""
-    return pending.slotted or pending.lost[-1].node == event.node
+    """Whether a further loss is part of the pending one. Of workers without a place, whose loss
+    calls nobody to regroup, only those of one node at one time."""
+    together = event.time - pending.lost[0].time <= INCIDENT_S
+    return pending.slotted or (together and pending.lost[-1].node == event.node)
 
 
 def _incident(

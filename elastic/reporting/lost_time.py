@@ -4,6 +4,7 @@ incidents, over events that are dropped as soon as their incident is over. Pure.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from elastic.protocol import events
 from elastic.reporting.incidents import find_incidents
@@ -42,6 +43,12 @@ class LostTime:
         if not over:
             return
         done, self._open = self._open[: over[-1] + 1], self._open[over[-1] + 1 :]
-        for incident in find_incidents(done, steps):
+        incidents = find_incidents(done, steps)
+        for incident in incidents:
             for phase in _PHASES:
                 self.seconds[phase] += getattr(incident, f"{phase}_s") or 0.0
+        # One step is the first one after all of them: the time of each ends where the next begins.
+        for before, after in pairwise(incidents):
+            if before.first_step_s is not None:
+                twice_s = min(before.first_step_s, steps[0].time - after.time)
+                self.seconds["first_step"] -= max(0.0, twice_s)

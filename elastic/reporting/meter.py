@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import get_args
 
 from elastic.protocol import events
@@ -127,10 +129,11 @@ class Meter:
 
     @property
     def step_s(self) -> float | None:
-        """Time of a step, over the last ones; None before the second one."""
+        """Median time of a step, over the last ones: one may hold a standstill of hours. None
+        before the second one."""
         if len(self._steps) < 2:
             return None
-        return (self._steps[-1].time - self._steps[0].time) / (len(self._steps) - 1)
+        return median(after.time - before.time for before, after in pairwise(self._steps))
 
     def samples(self, now: float, steps: int, standing: Standing) -> Iterator[Sample]:
         """All that is known.
@@ -144,7 +147,7 @@ class Meter:
         rate = self._tokens_per_s(now)
         if rate is not None:
             yield Sample(name="elastic_tokens_per_second", value=rate)
-            for counting, mfu in self._mfu(rate).items():
+            for counting, mfu in self._mfu(now).items():
                 yield Sample(name="elastic_mfu", value=mfu, tags={"counting": counting})
         for phase, seconds in self._lost_time.seconds.items():
             yield Sample(name="elastic_lost_seconds", value=seconds, tags={"phase": phase})
@@ -187,21 +190,31 @@ class Meter:
         """Falls while no step is committed. None before the second step."""
         if len(self._steps) < 2:
             return None
-        first, *others = self._steps
-        step_s = (others[-1].time - first.time) / len(others)
-        still_s = max(0.0, now - others[-1].time - step_s)  # beyond the step that is under way
-        elapsed_s = others[-1].time - first.time + still_s
-        return sum(step.tokens for step in others) / elapsed_s if elapsed_s > 0 else None
+        elapsed_s = self._steps[-1].time - self._steps[0].time + self._still_s(now)
+        return self._tokens / elapsed_s if elapsed_s > 0 else None
 
-    def _mfu(self, tokens_per_s: float) -> dict[str, float]:
-        """By counting; empty where it is not known what the GPUs can do."""
-        if len(self._devices) != 1 or not self.replicas:
+    @property
+    def _tokens(self) -> int:
+        """Of the last steps but the first of them, which only begins the time of the others."""
+        return sum(after.tokens for _, after in pairwise(self._steps))
+
+    def _still_s(self, now: float) -> float:
+        """Since the last step, beyond the one that is under way."""
+        elapsed_s = self._steps[-1].time - self._steps[0].time
+        return max(0.0, now - self._steps[-1].time - elapsed_s / (len(self._steps) - 1))
+
+    def _mfu(self, now: float) -> dict[str, float]:
+        """By counting, of two steps at least; empty where it is not known what the GPUs can do. A
+        step's time is that of the replicas that did it."""
+        peak = (
+            find_peak(next(iter(self._devices)), self._started) if len(self._devices) == 1 else None
+        )
+        replica_s = self._still_s(now) * self.replicas + sum(
+            (after.time - before.time) * after.replicas for before, after in pairwise(self._steps)
+        )
+        if peak is None or not replica_s > 0:
             return {}
-        peak = find_peak(next(iter(self._devices)), self._started)
-        if peak is None:
-            return {}
-        workers = self.replicas * workers_per_replica(self._started.layout)
-        each = tokens_per_s / workers
+        each = self._tokens / (replica_s * workers_per_replica(self._started.layout))
         return {how: n * each / peak for how, n in self._started.flops_per_token.items()}
 
 

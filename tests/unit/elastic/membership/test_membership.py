@@ -541,6 +541,12 @@ def with_a_follower(*spares: str, least: int = 1) -> tuple[Group, Effects]:
     return group, group.join("d3", step=3, in_step=True, last=commit(2), rank=1, built=0)
 
 
+def test_who_follows_keeps_the_name_of_its_slot() -> None:
+    """Its loss stops the others as well."""
+    group, _ = with_a_follower()
+    assert group.membership.slot_name("d3") == "replica 1 shard 0 tensor 1"
+
+
 def test_who_is_left_of_a_replica_follows_and_builds_it_whole_meanwhile() -> None:
     group, effects = with_a_follower("e4")
     assert layout(effects) == {0: ("a0", "b1")}

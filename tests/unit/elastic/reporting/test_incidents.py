@@ -238,6 +238,19 @@ def test_a_node_takes_its_spare_and_its_slot_in_one_incident() -> None:
     assert incident.cause == "node"
 
 
+def test_a_spare_lost_long_before_on_the_same_node_is_an_incident_of_its_own() -> None:
+    events = [
+        *started(),
+        lost(102.5, "spare", replica=None),
+        lost(142.5, "w1"),
+        called(142.6, 2),
+        done(142.7, 2, step=2, replicas=1),
+    ]
+    spare, crash = find_incidents(events, steps_at(101, 102, 144))
+    assert (spare.workers, crash.workers) == (("spare",), ("w1",))
+    assert crash.decide_s == pytest.approx(0.1)
+
+
 def test_without_a_regroup_the_incident_stays_unrecovered() -> None:
     events = [*started(), lost(102.5), called(102.75, 2), gathered(103.0, 2)]
     (incident,) = find_incidents(events, steps_at(101, 102))

@@ -130,16 +130,26 @@ def test_steps_give_loss_speed_and_a_speed_that_falls_while_nothing_is_committed
     assert told["elastic_tokens_per_second"] == pytest.approx(500.0)
     assert numbers(meter, now=136.0)["elastic_tokens_per_second"] == pytest.approx(2000 / 24)
     assert (meter.stepped, meter.step_s) == (114.0, 2.0)
+    meter.take_step(step(3, 7_314.0))
+    assert meter.step_s == 2.0, "a standstill of two hours is no pace"
 
 
 def test_mfu_is_by_the_peak_of_the_gpus_that_work() -> None:
-    on_gpus = metered(
-        joined("NVIDIA H100 80GB HBM3"), roster(105.0), step(0, 110.0), step(1, 111.0)
-    )
+    steps = [replace(step(n, 110.0 + n), replicas=1) for n in range(2)]
+    on_gpus = metered(joined("NVIDIA H100 80GB HBM3"), roster(105.0), *steps)
     told = numbers(on_gpus, now=111.0)
     # One replica of two workers: 1,000 tokens/s x 6e9 over 2 x 989 TFLOP/s (NVIDIA's data sheet).
     assert told["elastic_mfu|6N"] == pytest.approx(1000 * 6e9 / (2 * 989e12), rel=0.01)
     assert "elastic_mfu|6N" not in numbers(metered(joined(""), roster(105.0), step(0, 110.0)))
+
+
+def test_mfu_counts_for_each_step_the_gpus_that_did_it() -> None:
+    """A step of half the replicas takes twice as long."""
+    meter = metered(joined("NVIDIA H100 80GB HBM3"), step(0, 110.0), step(1, 111.0))
+    meter.take(roster(111.5))  # one replica of the two
+    meter.take_step(replace(step(2, 113.0), replicas=1))
+    told = numbers(meter, now=113.0)
+    assert told["elastic_mfu|6N"] == pytest.approx(1000 * 6e9 / (2 * 2 * 989e12), rel=0.01)
 
 
 def test_mfu_of_float32_is_by_the_peak_of_tf32_where_a_run_is_fast() -> None:
@@ -147,8 +157,8 @@ def test_mfu_of_float32_is_by_the_peak_of_tf32_where_a_run_is_fast() -> None:
     meter = Meter(fast, 1)
     for event in (joined("NVIDIA H100 80GB HBM3"), roster(105.0)):
         meter.take(event)
-    meter.take_step(step(0, 110.0))
-    meter.take_step(step(1, 111.0))
+    for n in range(2):
+        meter.take_step(replace(step(n, 110.0 + n), replicas=1))
     told = numbers(meter, now=111.0)
     assert told["elastic_mfu|6N"] == pytest.approx(1000 * 6e9 / (2 * 494.7e12))
 
@@ -192,6 +202,14 @@ def test_the_sums_are_those_of_the_reports_incidents() -> None:
     for phase in ("decide", "abort", "roster", "first_step"):
         expected = sum(getattr(incident, f"{phase}_s") for incident in incidents)
         assert told[f"elastic_lost_seconds|{phase}"] == pytest.approx(expected), phase
+
+
+def test_losses_with_no_step_between_are_told_of_once() -> None:
+    first = lost(101.0), called(101.0), gathered(101.0), roster(105.0)
+    second = lost(106.0), called(106.0, 3), gathered(106.0, 3), roster(130.0, 3)
+    told = numbers(metered(step(0, 100.0), *first, *second, step(1, 132.0)))
+    phases = ("decide", "abort", "roster", "first_step")
+    assert sum(told[f"elastic_lost_seconds|{phase}"] for phase in phases) == 132.0 - 101.0
 
 
 def test_a_coordinator_started_anew_counts_on() -> None:
