@@ -18,9 +18,10 @@ demo: $(READY)  ## train a small model and break it on the way; ARGS="..." chang
 
 test: test-unit test-runs  ## the tests, half an hour on two cores
 
-# Two files go beside each other, and where they start runs, each with a Ray cluster of its own.
+# Files go beside each other: three of those that wait now and then; two where they start runs,
+# each with a Ray cluster of its own, which leave no core idle.
 test-unit: $(READY)  ## those of them that start no run, eleven minutes
-	$(BIN)/pytest -o cache_dir=.pytest_cache/unit -n 2 --dist loadfile $(PYTEST_ARGS) tests/unit
+	$(BIN)/pytest -o cache_dir=.pytest_cache/unit -n 3 --dist loadfile $(PYTEST_ARGS) tests/unit
 
 test-runs: $(READY)  ## the others, twenty minutes
 	$(BIN)/pytest -o cache_dir=.pytest_cache/runs -n 2 --dist loadfile $(PYTEST_ARGS) --ignore tests/unit

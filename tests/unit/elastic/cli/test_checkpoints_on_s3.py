@@ -189,6 +189,7 @@ def test_a_store_that_the_records_name_is_told_of_and_reached_as_by_the_run(
     here = f"{told} at {os.environ['AWS_ENDPOINT_URL_S3']}\n"
     assert ask_of("earlier", {}) == (0, f"step {STEP} is pinned\n", here)
     dead = {**settings, "endpoint_url": "http://localhost:9"}
+    monkeypatch.setattr(runs, "PATIENCE_S", 0.5)
     assert ask_of("forwarded", dead)[::2] == (0, here)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "")  # as of a template: there is none
     code, out, err = ask_of("gone", dead)
