@@ -7,6 +7,15 @@ import uuid
 from pathlib import Path
 
 
+def sync(path: Path) -> None:
+    """So that a power cut leaves what is in a file, or the names in a directory. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_whole(path: Path, data: str | bytes, *, durable: bool = False) -> None:
     """Writes a file, whole or not at all: whoever reads it sees what was there, or all of `data`.
     Any process may, at the same time. With `durable` that holds after a power loss, too, which may

@@ -19,6 +19,7 @@ from pathlib import Path
 from checkpointing.errors import CorruptError, MissingError, StoreError, StoreUnavailableError
 from checkpointing.stores.keys import PROBE, check_key
 from checkpointing.stores.probe import first_write_wins
+from checkpointing.whole_file import sync
 
 UNFINISHED = ".part"
 """Ending of the name of what is being written."""
@@ -49,7 +50,7 @@ class LocalStore:
         target = self._path(key)
         with self._errors(key, target), _finished_file(target, chunks) as (part, size):
             os.replace(part, target)
-            _sync_directory(target.parent)
+            sync(target.parent)
         return size
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -71,7 +72,7 @@ class LocalStore:
                     f"commit needs; store on one that has them (docs/clusters.md)"
                 )
                 raise StoreUnavailableError(str(target), error.errno, fact) from error
-            _sync_directory(target.parent)
+            sync(target.parent)
         return True
 
     def get(self, key: str) -> bytes:
@@ -196,7 +197,7 @@ def _make_directory(path: Path) -> None:
     except FileExistsError:
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
-    _sync_directory(path.parent)
+    sync(path.parent)
 
 
 def _remove_if_empty(directory: Path) -> None:
@@ -205,14 +206,6 @@ def _remove_if_empty(directory: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _files_below(directory: Path) -> Iterator[Path]:

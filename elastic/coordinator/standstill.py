@@ -360,8 +360,8 @@ class StandstillWatch:
 
     @property
     def _still_s(self) -> float:
-        """Since the latest step was committed, or something was done about it. Time
-        in which the whole run was paused does not count."""
+        """Since the latest step was committed, or something was done about it. Time in
+        which the whole run was paused does not count."""
         return self._agents.awake_s() - self._came_s
 
     def _over(self, last: _Stand) -> bool:

@@ -107,7 +107,7 @@ class Troubles:
             self._look = asyncio.ensure_future(look)
         try:
             seen = await asyncio.wait_for(asyncio.shield(self._look), _LOOK_S)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # in Python 3.10 not the builtin one
             seen = False
         return STORAGE if seen else DATA
 

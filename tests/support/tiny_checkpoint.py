@@ -17,6 +17,19 @@ NUMBERS = {"optimizer_steps": 3, "skipped_in_a_row": 0}
 """What a run needs beside the tensors to go on."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+FALCON_H1: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "mamba_d_ssm": 16,
+    "mamba_n_heads": 2,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+}
+"""Settings of a small model whose configuration holds an infinity; without its vocabulary."""
+
 
 @dataclass(frozen=True)
 class Tiny:

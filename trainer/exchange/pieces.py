@@ -18,6 +18,7 @@ from typing import Any
 from checkpointing import Manifest
 from checkpointing.format.boxes import Box, Index
 from checkpointing.format.cutting import row_strides, split_box
+from checkpointing.whole_file import sync
 from trainer.engine.names import PARAMETERS
 from trainer.errors import ExchangeError
 from trainer.models.hf import recorded
@@ -139,23 +140,14 @@ def finished_directory(target: Path) -> Iterator[Path]:
         part.mkdir(parents=True)
         yield part
         for file in part.iterdir():
-            _sync(file)
+            sync(file)
         os.rename(part, target)
         with suppress(OSError):  # not every file system can
-            _sync(target)
-            _sync(target.parent)
+            sync(target)
+            sync(target.parent)
     except OSError as error:
         raise ExchangeError(
             str(target), f"it cannot be written: {error}", "Free space there, or write elsewhere"
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """So that a power cut leaves what is in a file, or the names in a directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -259,45 +259,54 @@ def test_a_pin_that_a_whole_deletion_overtakes(store: LocalStore) -> None:
     assert store.list("m/") == [KEYS.commit(20)]
 
 
+class PinnedMeanwhile(LocalStore):
+    """Somebody pins `step` just before request number `after`."""
+
+    def __init__(self, root: Path, step: int, after: int) -> None:
+        super().__init__(root)
+        self._step, self._after = step, after
+        self.calls, self.answer = 0, list[bool]()
+
+    def _maybe_pin(self) -> None:
+        self.calls += 1
+        if self.calls == self._after:
+            try:
+                pin(LocalStore(self.root), KEYS, self._step)
+            except NotCommittedError:
+                self.answer.append(False)
+            else:
+                self.answer.append(True)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        self._maybe_pin()
+        return super().put_if_absent(key, data)
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+        self._maybe_pin()
+        return super().put(key, chunks)
+
+    def delete(self, key: str) -> None:
+        self._maybe_pin()
+        super().delete(key)
+
+    def get(self, key: str) -> bytes:
+        self._maybe_pin()
+        return super().get(key)
+
+
 @pytest.mark.parametrize("after", range(1, 8))
 def test_a_pin_in_the_middle_of_a_deletion(store: LocalStore, after: int) -> None:
     """Wherever the pin comes, either it holds and all is there, or it fails and is not there."""
     publish(store, 10)
     publish(store, 20)
-    calls = 0
-    answer: list[bool] = []
-
-    def maybe_pin() -> None:
-        nonlocal calls
-        calls += 1
-        if calls == after:
-            try:
-                pin(LocalStore(store.root), KEYS, 10)
-            except NotCommittedError:
-                answer.append(False)
-            else:
-                answer.append(True)
-
-    class Interrupted(LocalStore):
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            maybe_pin()
-            return super().put_if_absent(key, data)
-
-        def delete(self, key: str) -> None:
-            maybe_pin()
-            super().delete(key)
-
-        def get(self, key: str) -> bytes:
-            maybe_pin()
-            return super().get(key)
-
+    meanwhile = PinnedMeanwhile(store.root, 10, after)
     try:
-        delete_checkpoint(Interrupted(store.root), KEYS, 10)
+        delete_checkpoint(meanwhile, KEYS, 10)
         deleted = True
     except ProtectedError:
         deleted = False
-    assert len(answer) == 1, f"only {calls} calls"
-    assert answer == [not deleted]
+    assert len(meanwhile.answer) == 1, f"only {meanwhile.calls} calls"
+    assert meanwhile.answer == [not deleted]
     assert list_steps(store, KEYS) == ([20] if deleted else [10, 20])
     assert pinned_steps(store, KEYS) == (frozenset() if deleted else {10})
     assert deleted or sound(store, 10)
@@ -308,41 +317,12 @@ def test_a_pin_while_the_run_gives_the_checkpoint_up(store: LocalStore, after: i
     """Wherever the pin comes, either people find the record, or it fails."""
     publish(store, 10)
     publish(store, 20)
-    calls, answer = 0, list[bool]()
-
-    class Interrupted(LocalStore):
-        def _maybe_pin(self) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == after:
-                try:
-                    pin(LocalStore(store.root), KEYS, 20)
-                except NotCommittedError:
-                    answer.append(False)
-                else:
-                    answer.append(True)
-
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            self._maybe_pin()
-            return super().put_if_absent(key, data)
-
-        def put(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
-            self._maybe_pin()
-            return super().put(key, chunks)
-
-        def delete(self, key: str) -> None:
-            self._maybe_pin()
-            super().delete(key)
-
-        def get(self, key: str) -> bytes:
-            self._maybe_pin()
-            return super().get(key)
-
-    give_up(Interrupted(store.root), KEYS, 20)
+    meanwhile = PinnedMeanwhile(store.root, 20, after)
+    give_up(meanwhile, KEYS, 20)
     assert list_steps(store, KEYS) == [10]
     kept = f"{KEYS.commit(20)}.foreign" in store.list("m/")
-    assert answer == ([kept] if after <= calls else [])
-    if after > calls:
+    assert meanwhile.answer == ([kept] if after <= meanwhile.calls else [])
+    if after > meanwhile.calls:
         assert store.list("m/") == [KEYS.commit(10), f"{KEYS.commit(20)}.unreadable"]
 
 

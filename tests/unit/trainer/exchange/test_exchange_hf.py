@@ -17,6 +17,7 @@ from checkpointing import AlreadyCommittedError, MissingError, Reader, load_mani
 from tests.support import ROOT
 from tests.support.small_disk import small_disk
 from tests.support.tiny_checkpoint import (
+    FALCON_H1,
     KEYS,
     MOMENTS,
     STEP,
@@ -230,19 +231,7 @@ def test_a_number_that_json_has_not_comes_in_and_goes_out(tmp_path: Path) -> Non
     """Falcon H1 bounds a time by infinity, which transformers tags now; once it did not."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        "falcon_h1",
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        mamba_d_ssm=16,
-        mamba_n_heads=2,
-        mamba_d_head=8,
-        mamba_d_state=8,
-        vocab_size=64,
-    )
+    config = AutoConfig.for_model("falcon_h1", vocab_size=64, **FALCON_H1)
     origin = tmp_path / "origin"
     AutoModelForCausalLM.from_config(config).save_pretrained(origin)
     tagged = (origin / "config.json").read_text()

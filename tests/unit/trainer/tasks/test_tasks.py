@@ -26,6 +26,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
+from tests.support.tiny_checkpoint import FALCON_H1
 from trainer.config import OptimizerConfig, ParallelConfig, TrainConfig
 from trainer.data import DataConfig, TokensCorruptError
 from trainer.engine.state import state_table
@@ -116,18 +117,7 @@ def test_a_model_with_an_infinite_setting_can_be_recorded(
     texts: Path, cache: str, tmp_path: Path, prepared: PreparedCausalLM, own: dict[str, Any]
 ) -> None:
     """A checkpoint's record is JSON, which has no infinity; `time_step_limit` ends there."""
-    config = FalconH1Config(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        mamba_d_ssm=16,
-        mamba_n_heads=2,
-        mamba_d_head=8,
-        mamba_d_state=8,
-        vocab_size=320,
-    )
+    config = FalconH1Config(vocab_size=320, **FALCON_H1)
     FalconH1ForCausalLM(config).save_pretrained(tmp_path)
     shutil.copy(prepared.info["tokenizer"], tmp_path / "tokenizer.json")
     model = {"path": str(tmp_path), "pretrained": True, "settings": own}
