@@ -3,6 +3,7 @@ learn; and no GPU tests without a GPU."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -21,9 +22,20 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # those that have none: a file with 16 s of CPU time took a minute, and 24 s with one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A million objects are there once all tests are collected, and stay. To look through them again and
+# again takes a third of collecting, and as much of a test that makes many objects.
+gc.disable()
+
 # How long an example takes is the machine's affair.
 settings.register_profile("here", deadline=None)
 settings.load_profile("here")
+
+
+def pytest_collection_finish() -> None:
+    """What is there now is not looked at any more; garbage of the tests is collected as ever."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
