@@ -235,6 +235,9 @@ class RunLog:
                     workers=list(replica.workers),
                 )
             )
+        for worker, detail in effects.refused.items():
+            node = membership.members[worker].node
+            self.note(events.WorkerRefused(time=now, worker=worker, node=node, detail=detail))
         if effects.regrouped is not None:
             self._digests, self._equal = {}, None
             if effects.regrouped.outcome == "restore":

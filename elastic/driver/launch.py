@@ -47,6 +47,7 @@ from elastic.driver.resume import (
     set_others_aside,
     skips_of,
     steps_done,
+    warn_of_versions,
 )
 from elastic.driver.running import (
     check_same,
@@ -69,6 +70,7 @@ from elastic.protocol.rpc import Remote
 from elastic.protocol.run_identity import RunIdentity, StateTable, identify, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.protocol.supervisor_api import SupervisorApi
+from elastic.protocol.versions import describe_change, own_version
 from elastic.ray_compat.autoscaler import may_bring_nodes, most_on_a_node
 from elastic.ray_compat.cluster import (
     accelerator_types,
@@ -82,7 +84,7 @@ from elastic.ray_compat.kept import Kept
 from elastic.ray_compat.placement import Wanted
 from elastic.ray_compat.trainer import controller_variables
 from elastic.reporting.callback import Callback
-from elastic.reporting.event_log import read_events
+from elastic.reporting.event_log import last_events, read_events
 from elastic.reporting.phases import phases
 from elastic.reporting.report import Report
 from elastic.supervisor.plan import RunPlan
@@ -155,6 +157,7 @@ class Launch:
                 health=self.health,
             )
             log.warning("the run in %s is going on: attached to it", paths.root)
+            _tell_other_versions(paths)
             observer = Observer(paths, self.callbacks, attaches=True)
             paths, coordinator, task_info = about.job.paths, about.job.coordinator, about.task_info
             prefix = paths.prefix_of(about.job.attempt)
@@ -244,6 +247,8 @@ class Launch:
         stored = find_stored(*saved, model)
         origin = add_snapshot(stored, identity, snapshot, model)
         self._settle(paths, identity, origin, task)
+        if origin.manifest is not None:
+            warn_of_versions(origin.manifest, _versions())
         return _Ready(
             identity=identity,
             model=model,
@@ -442,16 +447,34 @@ class Launch:
                     "reshard_after_forward": str({None: True, 1: False}.get(regather, regather)),
                     "workers_per_node": str(parallel.workers_per_node),
                 },
-                versions={
-                    "python": platform.python_version(),
-                    **{name: version(name) for name in _RECORDED_VERSIONS},
-                },
+                versions=_versions(),
                 precision=self.train.precision,
                 flops_per_token=ready.flops_per_token,
                 store="" if paths.store is None else str(paths.store),
                 store_settings=paths.store.settings if isinstance(paths.store, S3Config) else {},
             ),
         )
+
+
+def _versions() -> dict[str, str]:
+    """What goes into the records: of this process, which prepares the task."""
+    return {
+        "python": platform.python_version(),
+        "elastictrainer": own_version(),
+        **{name: version(name) for name in _RECORDED_VERSIONS},
+    }
+
+
+def _tell_other_versions(paths: RunPaths) -> None:
+    """Warns where the run that is attached to has other versions than this program."""
+    for started in last_events(paths.events, events.RunStarted):
+        assert isinstance(started, events.RunStarted)
+        if changed := describe_change(started.versions, _versions()):
+            log.warning(
+                "the run was started with other versions than this program has, and keeps them "
+                "until it is stopped and started again: %s",
+                changed,
+            )
 
 
 def _check_outlives() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -51,6 +51,7 @@ from elastic.protocol.run_identity import (
     recorded_identity,
 )
 from elastic.protocol.run_paths import RunPaths, hold_run
+from elastic.protocol.versions import describe_change
 from elastic.reporting.event_log import last_step
 from trainer.config import TrainConfig
 from trainer.errors import ConfigError
@@ -336,12 +337,14 @@ def _lost(paths: RunPaths, resume: Resume, step: int, origin: Origin) -> ConfigE
 
 
 def _other_store(paths: RunPaths, happened: Sequence[Event]) -> str | None:
-    """Where checkpoints went at the last start, if that is not where they go now."""
+    """Where checkpoints went at the last start, if that is not where they go now. None, too, where
+    its record does not say."""
     stores = [event.store for event in happened if isinstance(event, RunStarted)]
+    before = stores[-1] if stores else None
     now = "" if paths.store is None else str(paths.store)
-    if not stores or stores[-1] == now:
+    if before is None or before == now:
         return None
-    return stores[-1] or "the directory of the run"
+    return before or "the directory of the run"
 
 
 def _to_begin_anew(paths: RunPaths) -> str:
@@ -563,6 +566,19 @@ def _check_shard(lanes: int, train: TrainConfig, anew: str) -> None:
             f"it does not divide the {samples} samples of a lane: the run to be continued has "
             f"{lanes} lanes in a global batch of {train.global_batch}",
             f"Use {' or '.join(map(str, degrees))}, {anew}",
+        )
+
+
+def warn_of_versions(manifest: Manifest, now: Mapping[str, str]) -> None:
+    """Warns where the state that the run goes on from was computed with other versions: people
+    upgrade on purpose. An imported one belongs to no run yet."""
+    changed = describe_change(manifest.versions, now)
+    if "seed" in manifest.training_state and changed:
+        log.warning(
+            "the run goes on from step %d with other versions: %s. From there on its bits may be "
+            "others than without the change",
+            manifest.step,
+            changed,
         )
 
 

@@ -69,6 +69,8 @@ class Effects:
     """A regroup was called just now, and why."""
     formed: list[Replica] = field(default_factory=list)
     """Replicas that began to form."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Worker that gets no place for its versions -> why."""
     regrouped: Regrouped | None = None
     """The roster that came of it."""
     short_of: int = 0

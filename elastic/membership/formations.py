@@ -18,7 +18,8 @@ from elastic.membership.progress import Progress
 from elastic.membership.reassembly import find_copy, plan_reassembly
 from elastic.membership.repairs import merge_remnants, plan_repairs
 from elastic.membership.topology import holds_together, plan_seats
-from elastic.protocol.messages import Identity, Report
+from elastic.membership.versions import decide_versions, describe_difference
+from elastic.protocol.messages import Identity, Report, Versions
 from elastic.protocol.roster import Replica, find_room, plan_formations
 
 
@@ -50,6 +51,9 @@ class Formations:
         self._repairs: set[int] = set()
         self._reassembled = False
         self._kept = 0  # number of the replica that goes on with what its workers hold
+        self._versions: Versions | None = None  # the run's; None: nobody who has them is there
+        self._odd: set[str] = set()  # workers of other ones, which get no place for that alone
+        self._refused: dict[str, str] = {}
 
     def resume(self, begun: int, broken: Sequence[Replica], *, kept: int) -> None:
         """Goes on after those that had `begun` before the coordinator was lost, of which some were
@@ -58,6 +62,8 @@ class Formations:
         self._broken.extend(broken)
         self._kept = kept
         self._repairs.update(self._places.forming)  # some may hold a part of the state
+        for replica in (*self._places.standing.values(), *self._places.forming.values()):
+            self._versions = self._members[replica.workers[0]].versions
 
     # -- the end of a formation --------------------------------------------------------------------
 
@@ -71,10 +77,15 @@ class Formations:
             *others, _ = self._places.remnants.values()
             self.keep_remnants({w for remnant in others for w in remnant.workers.values()})
         self._reassembled = False
+        self._forget_odd(worker)
+        left = (one.versions for other, one in self._members.items() if other != worker)
+        if self._versions not in left:
+            self._welcome_odd()
 
     def retire(self, worker: str) -> None:
         """A worker is to get no place any more. At the start, others no longer wait for it."""
         self._await_no_longer(worker)
+        self._forget_odd(worker)
         self._give_up(self._places.retire(worker))
 
     def comes(self, worker: str, built: int) -> None:
@@ -82,6 +93,7 @@ class Formations:
         another, and has not, never got that answer: the formation is given up, for its peers there
         wait for this one."""
         places = self._places
+        self._compare(worker)
         replica = places.of(worker)
         if replica is None or replica.formed == built or worker in places.survivors:
             return  # survivors build beside the steps, and may join before they are done
@@ -113,6 +125,42 @@ class Formations:
         broken, self._broken = self._broken, []
         return broken
 
+    # -- versions ----------------------------------------------------------------------------------
+
+    def take_refused(self) -> dict[str, str]:
+        """Workers that get no place for their versions, and why, that nobody has been told of."""
+        refused, self._refused = self._refused, {}
+        return refused
+
+    def _compare(self, worker: str) -> None:
+        """A worker of other versions than the run's gets no place. It waits, so that Ray starts no
+        other there."""
+        versions = self._members[worker].versions
+        if self._versions in (None, versions) or worker in self._places.retired:
+            return
+        self.retire(worker)
+        self._odd.add(worker)
+        self._refused[worker] = describe_difference(versions, self._versions)
+
+    def _forget_odd(self, worker: str) -> None:
+        """It is gone, or is to go."""
+        self._odd.discard(worker)
+        self._refused.pop(worker, None)
+
+    def _settle_versions(self) -> None:
+        """Nobody has a place: the run's versions are those of most who wait for one."""
+        idle = [worker for worker in self._waiting if worker in self._places.idle]
+        self._versions = decide_versions(self._members[worker].versions for worker in idle)
+        for worker in idle:
+            self._compare(worker)
+
+    def _welcome_odd(self) -> None:
+        """Nobody with the run's versions is left, as where all machines have a new image by now:
+        it goes on with others."""
+        self._versions = None
+        self._places.readmit(self._odd)
+        self._odd.clear()
+
     # -- new ones ----------------------------------------------------------------------------------
 
     def expect(self, workers: int) -> None:
@@ -126,12 +174,19 @@ class Formations:
 
     def from_pool(self) -> tuple[Replica, ...]:
         """Forms the replicas that there is room and workers for."""
-        least = self._start_workers if self.begun == 0 else 1
-        if len(self._places.idle) < max(least, self._config.workers_per_replica):
+        if self._enough_wait and self._versions is None:
+            self._settle_versions()
+        if not self._enough_wait:
             return ()
         if self._room <= 0:
             return self._succeed_a_straddling_one()
         return self._form(self._choose_from_pool())
+
+    @property
+    def _enough_wait(self) -> bool:
+        """Whether there may be workers for a replica."""
+        least = self._start_workers if self.begun == 0 else 1
+        return len(self._places.idle) >= max(least, self._config.workers_per_replica)
 
     @property
     def _spare(self) -> set[str]:
@@ -319,5 +374,7 @@ class Formations:
 
     def _begin(self, replicas: Sequence[Replica]) -> tuple[Replica, ...]:
         self.begun += len(replicas)
+        for replica in replicas:
+            self._versions = self._members[replica.workers[0]].versions
         self._places.form(replicas)
         return tuple(replicas)

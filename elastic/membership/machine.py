@@ -329,6 +329,7 @@ class Membership:
             self._free_survivors(effects)  # of those that were given up in it
             if effects.regrouped is not None:  # one that has left made room
                 self._build(self.formations.from_pool(), effects)
+        effects.refused = self.formations.take_refused()
         self._release(effects)
 
     def _all_finished(self) -> bool:

@@ -71,8 +71,9 @@ class RunStarted(Event):
     """Number format of the computation."""
     flops_per_token: dict[str, float] = field(default_factory=dict)
     """Operations of the model for one token, by how they are counted (`trainer.models.flops`)."""
-    store: str = ""
-    """URL of the store that its checkpoints go to; empty: to the run directory."""
+    store: str | None = None
+    """URL of the store that its checkpoints go to; empty: to the run directory. Records of before
+    2026-11-26 do not say: None."""
     store_settings: dict[str, str] = field(default_factory=dict)
     """What the URL does not say of it: `SETTINGS` of `S3Config` that were set. Records of earlier
     versions lack them."""
@@ -106,6 +107,19 @@ class WorkerJoined(Event):
     """Files on the node that its output goes to."""
     heartbeat_fd: int | None = None
     """Descriptor of its heartbeat in that process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRefused(Event):
+    """A worker gets no place, as its versions are not those of the run's workers. Its machine is
+    sound: nothing speaks against it in another run, whose versions they may be."""
+
+    worker: str
+    """Name of the worker."""
+    node: str
+    """Node it runs on."""
+    detail: str
+    """Both versions of what differs, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)

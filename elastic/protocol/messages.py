@@ -18,6 +18,8 @@ from trainer.replication.step_commit import Commit
 Source = Literal["store", "memory"]
 SignalKind = Literal["fault", "boundary"]
 KeptState = Literal["none", "part", "whole"]
+Versions = tuple[tuple[str, str], ...]
+"""Name -> version, as pairs: they are compared, and counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,9 @@ class Identity:
     """Descriptors by which it tells of its collectives (`health.answers`)."""
     logs: tuple[str, ...] = ()
     """Files on its node that its output goes to."""
+    versions: Versions = ()
+    """What its bits and connections depend on (`elastic/worker/versions.py`); none of a worker
+    whose package is too old to say."""
 
 
 @dataclass(frozen=True, kw_only=True)

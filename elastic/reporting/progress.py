@@ -56,11 +56,13 @@ from elastic.protocol.events import (
     WentBack,
     WorkerJoined,
     WorkerLost,
+    WorkerRefused,
 )
 from elastic.reporting.callback import Callback
 from elastic.reporting.report import (
     Report,
     format_checked,
+    format_refused,
     format_remedy,
     format_replacement,
     report_text,
@@ -184,6 +186,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return "\n".join(format_checked(event)) or None
         case NodeReplacement():
             return format_replacement(event)
+        case WorkerRefused():
+            return format_refused(event)
         case ReplicasCompared(equal=False):
             return f"REPLICAS DIFFER after {event.step} steps"
         case WentBack():

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,8 +35,10 @@ from elastic.protocol.events import (
     StepSkipped,
     StepsTimed,
     VerdictReached,
+    WorkerRefused,
     plain_number,
 )
+from elastic.protocol.versions import describe_change
 from elastic.reporting.incidents import (
     Gap,
     Incident,
@@ -140,16 +143,22 @@ class Report:
     """What was wrong at each of them, and what helps."""
     checked: tuple[NodeChecked, ...]
     """What was out of order on machines before their workers got a place: the last word on each."""
+    refused: tuple[WorkerRefused, ...]
+    """Workers that got no place for their versions, each once."""
     replacements: tuple[NodeReplacement, ...]
     """How it ended with each machine that was suspect, in the order in which they became so."""
     remedies: tuple[VerdictReached, ...]
     """Verdicts that the run came to as it ran, and what it did about each, in order."""
     layout: dict[str, int]
     """Sizes of the layout at the last start."""
-    store: str
-    """URL of the store that its checkpoints went to; empty: to the run directory."""
+    store: str | None
+    """URL of the store that its checkpoints went to at the last start; empty: to the run directory;
+    None: its records do not say."""
     versions: dict[str, str]
     """Versions of what the run stood on at the last start."""
+    version_changes: tuple[str, ...]
+    """Of each start that went on with other versions than the one before: from which step on, and
+    which. From there on bits may be others than without it."""
     settings: dict[str, str]
     """What was set at the last start; see `RunStarted`."""
 
@@ -213,13 +222,23 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         incidents=tuple(incidents),
         verdicts=tuple(find_verdicts(events, steps, incidents)),
         checked=tuple({e.node: e for e in _of(events, NodeChecked)}.values()),
+        refused=tuple({e.worker: e for e in _of(events, WorkerRefused)}.values()),
         replacements=tuple({e.node: e for e in _of(events, NodeReplacement)}.values()),
         remedies=tuple(_of(events, VerdictReached)),
         layout=started[-1].layout if started else {},
-        store=started[-1].store if started else "",
+        store=started[-1].store if started else None,
         versions=started[-1].versions if started else {},
+        version_changes=tuple(_version_changes(started)),
         settings=(started[-1].settings or {}) if started else {},
     )
+
+
+def _version_changes(started: Sequence[RunStarted]) -> Iterator[str]:
+    """See `Report.version_changes`. One that begins from the seed goes on from nothing."""
+    for before, now in pairwise(started):
+        changed = describe_change(before.versions, now.versions)
+        if changed and now.start_step > 0:
+            yield f"from step {now.start_step} on: {changed}"
 
 
 def report_text(report: Report) -> str:
@@ -247,6 +266,8 @@ def report_text(report: Report) -> str:
         lines += ["", *_latest([format_remedy(one) for one in beyond])]
     if found := [line for one in report.checked for line in format_checked(one)]:
         lines += ["", *_latest(found)]
+    if report.refused:
+        lines += ["", *_latest([format_refused(one) for one in report.refused])]
     if report.replacements:
         lines += ["", *_latest([format_replacement(one) for one in report.replacements])]
     return "\n".join(lines) + "\n"
@@ -313,6 +334,11 @@ def format_checked(event: NodeChecked) -> list[str]:
     if event.isolated:
         lines.append(f"node {event.node}: no worker works there: {event.isolated}")
     return lines
+
+
+def format_refused(event: WorkerRefused) -> str:
+    """A worker that got no place, and its node, in one line."""
+    return f"{event.worker} on node {event.node} gets no place: {event.detail}"
 
 
 def format_replacement(event: NodeReplacement) -> str:
@@ -468,6 +494,7 @@ def _facts(report: Report) -> dict[str, str]:
         "layout": f"{layout}: {after_a_loss(report.layout.get('replicas', 1))}" if layout else "-",
         **_beyond_the_lanes(report),
         "versions": ", ".join(f"{k} {v}" for k, v in report.versions.items()) or "-",
+        **({"changed": "; ".join(report.version_changes)} if report.version_changes else {}),
         "settings": ", ".join(f"{k} {v}" for k, v in report.settings.items()) or "-",
     }
 

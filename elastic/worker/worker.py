@@ -52,6 +52,7 @@ from elastic.worker.coordinator_link import CoordinatorLink
 from elastic.worker.restoring import restore
 from elastic.worker.run_sight import RunSight
 from elastic.worker.side_build import SideBuild
+from elastic.worker.versions import find_versions
 from health.answers import offer_answers
 from health.heartbeat import NO_STEP, Heartbeat
 from health.process import output_files, read_born_ticks
@@ -136,6 +137,7 @@ class Worker:
             stacks_fd=offer_stacks(),
             recorder=offer_answers(partial(read_flight_recorder, job.scaling.device)),
             logs=output_files(),
+            versions=find_versions(job),
         )
         job.coordinator.call(CoordinatorApi.hello, self.identity)
         self.run_sight = RunSight(job.paths)

@@ -389,3 +389,21 @@ def test_records_that_cannot_be_synced_end_the_run(
     asyncio.run(wait())
     stopped = desk.membership.stopped
     assert stopped is not None and "the disk is gone" in (stopped.error or "")
+
+
+def test_a_worker_of_other_versions_waits_and_is_written_down_with_its_node(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, replicas=2)
+
+    async def refuse() -> None:
+        await desk.start()
+        odd = Identity(worker="odd", rank=2, node="o", pid=3, versions=(("torch", "2.11.0"),))
+        waits = asyncio.create_task(desk.dispatcher.join(Report(identity=odd)))
+        for _ in range(3):  # the join, and the decision that serves it
+            await asyncio.sleep(0)
+        assert not waits.done()
+        waits.cancel()
+
+    asyncio.run(refuse())
+    told = [e for e in read_events(desk.paths.events) if isinstance(e, events.WorkerRefused)]
+    assert [(event.worker, event.node) for event in told] == [("odd", "o")]
+    assert told[0].detail.startswith("torch 2.11.0 where the run has none: ")

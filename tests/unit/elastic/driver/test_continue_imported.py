@@ -15,7 +15,8 @@ from torch import nn
 from checkpointing import CheckpointConfig, Manifest, TensorInfo, open_store
 from checkpointing.stores.kinds import place_of
 from elastic import ElasticTrainer, ScalingConfig
-from elastic.driver.resume import check_continues
+from elastic.driver.launch import Launch
+from elastic.driver.resume import check_continues, warn_of_versions
 from elastic.protocol.events import RunEnded
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
@@ -24,6 +25,7 @@ from tests.support.tiny import SETTINGS, tiny_task, write_text
 from tests.support.tiny_checkpoint import NUMBERS, write_state
 from trainer.config import ParallelConfig, TrainConfig
 from trainer.data.config import DataConfig
+from trainer.engine.state import state_table
 from trainer.errors import ConfigError
 from trainer.models.hf import ModelConfig
 from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
@@ -158,6 +160,44 @@ def test_where_transformers_is_another_one_it_is_a_warning(
         "has sliding_window = None, and this run has sliding_window = 8 (transformers 5.1 and"
         in (caplog.messages[-1])
     )
+
+
+def test_a_state_of_other_versions_is_gone_on_from_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In one line. What earlier records do not name has not changed."""
+    before = {"torch": "2.11.0", "ray": "2.60.0", "numpy": "2.4.6", "safetensors": "0.8.0"}
+    now = {"elastictrainer": "0.2.0", "torch": "2.13.0", "ray": "2.60.0", "numpy": "2.5.0"}
+    of_a_run = dataclasses.replace(manifest(**OWN), versions=before)
+    warn_of_versions(of_a_run, {**before, "elastictrainer": "0.2.0"})
+    warn_of_versions(dataclasses.replace(manifest(), versions=before), now)
+    assert not caplog.messages, "the same, and an imported one"
+    warn_of_versions(of_a_run, now)
+    (said,) = caplog.messages
+    assert said.startswith(
+        "the run goes on from step 4 with other versions: torch 2.11.0, now 2.13.0, "
+        "numpy 2.4.6, now 2.5.0. From there on its bits may be others"
+    )
+
+
+def test_a_start_warns_of_the_versions_of_what_it_goes_on_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(root=tmp_path / "run")
+    whole = state_table(TASK.build_model(), TRAIN.optimizer)
+    tensors = {name: torch.zeros(info.shape) for name, info in whole.items()}
+    with monkeypatch.context() as then:
+        then.setattr(torch, "__version__", "1.0.0")
+        write_state(open_store(paths.checkpoints), tensors, state={**NUMBERS, **OWN})
+    trainer = ElasticTrainer(
+        dataclasses.replace(TRAIN, task=TASK),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+        scaling=ScalingConfig(device="cpu", max_replicas=2),
+    )
+    Launch(**vars(trainer))._prepare(paths)
+    warned = [said for said in caplog.messages if "other versions" in said]
+    assert len(warned) == 1 and "torch 1.0.0, now " in warned[0]
+    assert not ray.is_initialized()
 
 
 def test_text_in_another_order_is_refused(tmp_path: Path) -> None:

@@ -161,6 +161,22 @@ def test_a_driver_that_was_moved_goes_on_with_the_run_that_it_was_told_to_leave(
     assert launch._find_run_to_attach(paths, "never") is run
 
 
+def test_who_attaches_with_other_versions_is_told_that_the_run_keeps_its_own(
+    paths: RunPaths, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = launch._versions()
+    with EventLog(paths.events) as log:
+        log.append(replace(STARTED, versions={**mine, "torch": "1.0.0"}))
+        log.append(replace(STARTED, time=2.0, versions=mine))
+    launch._tell_other_versions(paths)
+    assert not caplog.messages
+    with EventLog(paths.events) as log:
+        log.append(replace(STARTED, time=3.0, versions={**mine, "torch": "1.0.0"}))
+    launch._tell_other_versions(paths)
+    (said,) = caplog.messages
+    assert f"stopped and started again: torch 1.0.0, now {mine['torch']}" in said
+
+
 def test_who_waits_for_such_a_run_leaves_it_where_somebody_ends_it(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

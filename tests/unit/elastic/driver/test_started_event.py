@@ -40,7 +40,7 @@ def test_the_records_tell_where_checkpoints_go_that_are_not_in_the_run_directory
 ) -> None:
     train = TrainConfig(task=TASK, steps=1, global_batch=1)
 
-    def told(store: str | S3Config | None) -> tuple[str, dict[str, str]]:
+    def told(store: str | S3Config | None) -> tuple[str | None, dict[str, str]]:
         trainer = ElasticTrainer(train, checkpoint=CheckpointConfig(store=store))
         started = told_to_the_coordinator(trainer, tmp_path).started
         return started.store, started.store_settings

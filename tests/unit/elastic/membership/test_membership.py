@@ -10,18 +10,30 @@ from elastic.membership.decisions import Effects, GroupConfig
 from elastic.membership.failure import FIRST_PAUSE_S
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
-from elastic.protocol.messages import Build, Identity, Leave, Report, Run, Signal, Standing, Stop
+from elastic.protocol.messages import (
+    Build,
+    Identity,
+    Leave,
+    Report,
+    Run,
+    Signal,
+    Standing,
+    Stop,
+    Versions,
+)
 from elastic.protocol.roster import Replica
 from tests.support.simulated_run import Plan, World, play
 from tests.support.simulated_worker import make_commit as commit
 from trainer.parallel.layout import ParallelDims
 
 STEPS, IN_VAIN = 100, 3
+OURS: Versions = (("python", "3.12"), ("torch", "2.13.0"))
+OTHERS: Versions = (("python", "3.12"), ("torch", "2.11.0"))
 
 
 def standing(worker: str, formed: int, *, generation: int = 3, **more: Any) -> Standing:
     """Of a worker of a roster of one replica."""
-    identity = Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1)
+    identity = Identity(worker=worker, rank=int(worker[1:]), node="n", pid=1, versions=OURS)
     return Standing(
         identity=identity, formed=formed, generation=generation, replicas=1, lanes=(0,), **more
     )
@@ -59,13 +71,21 @@ class Group:
         )
         self.nodes: dict[str, str] = {}
         """Worker -> its node; "n" where it is not in here."""
+        self.versions: dict[str, Versions] = {}
+        """Worker -> its versions; `OURS` where it is not in here."""
         self.built: dict[str, int] = {}
         self.generations: dict[str, int] = {}
 
     def join(self, worker: str, step: int | None = None, **more: Any) -> Effects:
         """A worker joins with what it built last, from the roster that it was in last."""
         node = self.nodes.get(worker, "n")
-        identity = Identity(worker=worker, rank=int(worker[1:]), node=node, pid=1)
+        identity = Identity(
+            worker=worker,
+            rank=int(worker[1:]),
+            node=node,
+            pid=1,
+            versions=self.versions.get(worker, OURS),
+        )
         built = more.pop("built", self.built.get(worker, 0))
         generation = more.pop("generation", self.generations.get(worker, 0))
         report = Report(identity=identity, built=built, step=step, generation=generation, **more)
@@ -138,6 +158,95 @@ def kept(effects: Effects) -> dict[str, bool]:
 
 def signals(effects: Effects) -> dict[str, str]:
     return {worker: signal.kind for worker, signal in effects.signals.items()}
+
+
+# -- versions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("odd", ["a0", "b1", "c2"])
+def test_a_worker_of_other_versions_than_most_gets_no_place(odd: str) -> None:
+    """Also where it came first. The start does not wait for one in its place."""
+    group = Group(replicas=3)
+    group.versions[odd] = OTHERS
+    workers = ["a0", "b1", "c2"]
+    effects = [group.join(worker) for worker in workers][-1]
+    (detail,) = (effects.refused.pop(worker) for worker in [odd])
+    assert not effects.refused
+    assert "torch 2.11.0 where the run has 2.13.0: " in detail and "python" not in detail
+    workers.remove(odd)
+    assert [replica.workers for replica in effects.formed] == [(worker,) for worker in workers]
+    effects = group.build(*workers)
+    assert layout(effects) == {0: (workers[0],), 1: (workers[1],)} and odd not in effects.answers
+    assert not group.advance().refused, "once"
+
+
+def test_of_equally_many_those_who_came_first_are_the_run() -> None:
+    group = Group(replicas=2)
+    group.versions["b0"] = OTHERS
+    group.join("b0")
+    effects = group.join("a1")
+    assert list(effects.refused) == ["a1"]
+    assert [replica.workers for replica in effects.formed] == [("b0",)]
+
+
+def test_a_replacement_of_other_versions_gets_no_place() -> None:
+    """As on a node whose image was changed; those at work there stay. One of the run's gets it."""
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    group.lose("b1")
+    group.join("a0", step=5)
+    group.versions["c2"] = OTHERS
+    effects = group.join("c2")
+    assert list(effects.refused) == ["c2"] and not effects.formed
+    assert "c2" not in group.membership.places.idle and not group.membership.needs("c2")
+    assert [replica.workers for replica in group.join("d3").formed] == [("d3",)]
+
+
+def test_one_that_does_not_say_its_versions_is_refused() -> None:
+    """Its package is of before they were told."""
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    group.versions["c2"] = ()
+    (detail,) = group.join("c2").refused.values()
+    assert "torch unknown where the run has 2.13.0" in detail
+
+
+def test_where_none_of_the_runs_is_left_others_go_on() -> None:
+    """All machines have a new image by now. Who is to go stays without a place."""
+    group = Group(replicas=2, start=1, restore_step=4)
+    group.start("a0")
+    group.versions.update(b1=OTHERS, c2=OTHERS, d3=OTHERS)
+    assert list(group.join("b1").refused) == ["b1"]
+    assert list(group.join("c2").refused) == ["c2"]
+    group.membership.drain("c2")
+    effects = group.lose("a0")
+    assert [replica.workers for replica in effects.formed] == [("b1",)]
+    effects = group.build("b1")
+    assert effects.regrouped is not None and effects.regrouped.outcome == "restore"
+    assert not group.join("d3").refused
+    group.versions["e4"] = OURS
+    assert list(group.join("e4").refused) == ["e4"]
+
+
+@pytest.mark.parametrize("ends", ["lost", "dismissed"])
+def test_one_that_is_refused_and_gone_at_once_is_not_told_of(ends: str) -> None:
+    group = Group(replicas=2, start=1)
+    group.start("a0")
+    identity = Identity(worker="b1", rank=1, node="n", pid=1, versions=OTHERS)
+    group.membership.join(Report(identity=identity))
+    if ends == "lost":
+        group.membership.lose("b1")
+    else:
+        group.membership.drain("b1", dismiss=True)
+    assert not group.advance().refused
+
+
+def test_a_coordinator_started_anew_knows_the_runs_versions_by_its_workers() -> None:
+    group = Group(replicas=1, generation=3)
+    group.resume(standing("a0", 1))
+    group.versions["b1"] = OTHERS
+    assert list(group.join("b1").refused) == ["b1"]
+    assert not group.join("c2").refused and group.membership.places.idle == {"c2"}
 
 
 # -- the start -------------------------------------------------------------------------------------

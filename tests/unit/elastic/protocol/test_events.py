@@ -76,10 +76,17 @@ STARTED = RunStarted(
 
 def test_a_start_that_an_older_version_wrote_is_read() -> None:
     older = STARTED.to_json()
-    del older["precision"], older["flops_per_token"]
+    del older["precision"], older["flops_per_token"], older["store"]
     read = event_from_json(older)
     assert isinstance(read, RunStarted)
-    assert (read.precision, read.flops_per_token) == ("", {})
+    assert (read.precision, read.flops_per_token, read.store) == ("", {}, None)
+
+
+@pytest.mark.parametrize("store", ["", "s3://bucket/runs/run"])
+def test_where_checkpoints_go_is_read_as_it_was_written(store: str) -> None:
+    """Since 2026-11-26; empty: to the run directory."""
+    read = event_from_json({**STARTED.to_json(), "store": store})
+    assert isinstance(read, RunStarted) and read.store == store
 
 
 @pytest.mark.parametrize("event", [STARTED, LOST, GATHERED, DONE, ENDED], ids=lambda e: e.kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections import Counter
@@ -431,6 +432,25 @@ def test_a_run_whose_store_was_changed_is_told_so(
     assert caught.value.field == "checkpoint.store"
     save(before, 6, identity.id)
     check_found(before, identity, "auto", find(before, identity))
+
+
+@pytest.mark.parametrize("is_now", ["", "new"])
+def test_a_record_that_names_no_store_speaks_against_none(
+    paths: RunPaths, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_now: str
+) -> None:
+    """Of before 2026-11-26: the checkpoints may have gone to where they go now."""
+    after = replace(paths, store=place_of(tmp_path / is_now) if is_now else None)
+    started = RunStarted(time=0, name="run", layout={}, steps=9, start_step=0, versions={})
+    line = started.to_json()
+    del line["store"], line["store_settings"]
+    paths.root.mkdir()
+    paths.events.write_text(json.dumps(line) + "\n")
+    with EventLog(paths.events) as log:
+        log.append(CheckpointCommitted(time=0, step=6, generation=1, bytes=1, seconds=1))
+    identity = identify(after)
+    save(after, 4, identity.id)
+    check_found(after, identity, "auto", find(after, identity))
+    assert "tells of a checkpoint of step 6, and the newest state that is found is" in caplog.text
 
 
 def test_a_start_far_back_is_told(paths: RunPaths, caplog: pytest.LogCaptureFixture) -> None:

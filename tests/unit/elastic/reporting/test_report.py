@@ -33,6 +33,7 @@ from elastic.protocol.events import (
     StepsTimed,
     WorkerJoined,
     WorkerLost,
+    WorkerRefused,
     event_from_json,
 )
 from elastic.reporting.report import build_report, report_text, write_report
@@ -143,6 +144,52 @@ def test_checkpoints_that_are_not_in_the_run_directory_are_named() -> None:
     assert "saved in" not in report_text(build_report(EVENTS, STEPS))
     away = [replace(e, store="s3://b/run") if isinstance(e, RunStarted) else e for e in EVENTS]
     assert "  saved in   s3://b/run\n" in report_text(build_report(away, STEPS))
+
+
+def test_a_start_with_other_versions_is_told() -> None:
+    """Not one that begins from the seed again: its bits are of one kind."""
+    assert "  changed " not in report_text(build_report(EVENTS, STEPS))
+
+    def started(time: float, step: int, **versions: str) -> RunStarted:
+        return RunStarted(time=time, name="run", layout=LAYOUT, steps=11, start_step=step,
+                          versions=versions)  # fmt: skip
+
+    starts = [
+        started(1.0, 0, torch="2.11.0"),
+        started(2.0, 0, torch="2.12.0"),
+        started(3.0, 4, torch="2.12.0", elastictrainer="0.1.0"),
+        started(4.0, 6, torch="2.13.0", elastictrainer="0.1.0"),
+        started(5.0, 8, torch="2.13.0", elastictrainer="0.2.0"),
+    ]
+    report = build_report(starts, [])
+    assert report.version_changes == (
+        "from step 6 on: torch 2.12.0, now 2.13.0",
+        "from step 8 on: elastictrainer 0.1.0, now 0.2.0",
+    )
+    assert (
+        "  changed    from step 6 on: torch 2.12.0, now 2.13.0; from step 8 on: elastictrainer "
+        in report_text(report)
+    )
+
+
+def test_a_store_that_no_record_names_is_not_known() -> None:
+    """Of before 2026-11-26; empty would be the run's directory."""
+    older = start(0.0)[0].to_json()
+    del older["store"]
+    assert build_report([event_from_json(older)], []).to_json()["store"] is None
+    assert build_report([event_from_json({**older, "store": ""})], []).store == ""
+
+
+def test_workers_that_got_no_place_for_their_versions_are_told_once_each() -> None:
+    """A coordinator that is started anew refuses them again."""
+    told = [
+        WorkerRefused(time=t, worker=worker, node="n", detail=f"torch {t}")
+        for t, worker in ((1.0, "w1"), (2.0, "w2"), (3.0, "w1"))
+    ]
+    report = build_report([*start(0.0), *told], [])
+    assert report_text(report).endswith(
+        "\nw1 on node n gets no place: torch 3.0\nw2 on node n gets no place: torch 2.0\n"
+    )
 
 
 def test_checkpoints_that_were_not_written_are_counted_once_each() -> None:
