@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from checkpointing.errors import CorruptError, MissingError, NotCommittedError
@@ -12,6 +13,10 @@ from checkpointing.read.catalogue import SET_ASIDE, is_foreign, list_steps, load
 from checkpointing.retention.claims import claimed_steps
 from checkpointing.retention.verified_mark import verified_at
 from checkpointing.stores import Store
+
+_READS = 4
+"""Records read at once: a coordinator's first retention reads all that are kept, from a store that
+may be slow. One may take 100 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +100,13 @@ class Surveyor:
         for step in known.keys() - present:
             del known[step]
             self.forget(step)
-        for step in present - known.keys():
-            try:
-                known[step] = self._known[step] = _record(
-                    load_manifest(self.store, self.keys, step)
-                )
-            except CorruptError:
-                unreadable.add(step)
-            except NotCommittedError:
-                continue  # deleted meanwhile
+        new = sorted(present - known.keys())
+        with ThreadPoolExecutor(_READS, thread_name_prefix="records") as pool:
+            for step, found in zip(new, pool.map(self._read, new), strict=True):
+                if isinstance(found, _Record):
+                    known[step] = found
+                elif isinstance(found, CorruptError):
+                    unreadable.add(step)
         # Records were listed before: one that is set aside meanwhile is seen here or there.
         listed = self.store.list(self.keys.commits)
         set_aside, aside = self._aside(listed)
@@ -123,6 +126,17 @@ class Surveyor:
         manifest = load_manifest(self.store, self.keys, step)
         self._known[step] = _record(manifest)
         return manifest
+
+    def _read(self, step: int) -> _Record | CorruptError | None:
+        """The record of `step`, or what is wrong with it; None where it was deleted meanwhile. The
+        manifest itself is let go of: they are many."""
+        try:
+            record = self._known[step] = _record(load_manifest(self.store, self.keys, step))
+        except CorruptError as error:
+            return error
+        except NotCommittedError:
+            return None
+        return record
 
     def forget(self, step: int) -> None:
         """The record of `step` was deleted, or may be another one now, or a later one set aside."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -406,3 +407,28 @@ def test_a_commit_during_a_survey_costs_it_nothing(tmp_path: Path) -> None:
     survey = surveyor.survey()
     assert survey.steps == [10, 20] and survey.verified == {10}
     assert surveyor.survey() == survey
+
+
+def test_records_are_read_beside_each_other(tmp_path: Path) -> None:
+    """A coordinator's first retention reads all that are kept. One that is damaged holds up none,
+    and where the store fails the survey does."""
+    met = threading.Barrier(4)
+
+    class Slow(LocalStore):
+        def get(self, key: str) -> bytes:
+            if key == KEYS.commit(60):
+                raise StoreUnavailableError(key, None, "it is away")
+            data = super().get(key)
+            if key != KEYS.commit(50):  # which is read twice
+                met.wait(30)
+            return data
+
+    store = LocalStore(tmp_path)
+    for step in (10, 20, 30, 40):
+        write(store, step)
+    store.put(KEYS.commit(50), [b"damaged"])
+    survey = Surveyor(store=Slow(tmp_path), keys=KEYS).survey()
+    assert survey.steps == [10, 20, 30, 40, 50] and survey.unreadable == {50}
+    store.put(KEYS.commit(60), [b"out of reach"])
+    with pytest.raises(StoreUnavailableError, match="it is away"):
+        Surveyor(store=Slow(tmp_path), keys=KEYS).survey()
