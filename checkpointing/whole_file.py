@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """So that a power cut leaves what is in a file, or the names in a directory. Raises OSError."""
+    """So that a power cut leaves what is in a file, or the names in a directory. Raises OSError,
+    which names it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # the system's names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
 

@@ -14,6 +14,7 @@ that builds, unless another one builds as well.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -28,6 +29,7 @@ from pathlib import Path
 import tokenizers
 
 from checkpointing.named_directory import named_directory
+from checkpointing.whole_file import sync
 from trainer.data.build import TOKENIZER_NAME, TRAIN_NAME, VAL_NAME, Counts, Recipe, build
 from trainer.data.config import DataConfig
 from trainer.data.file_hashes import hash_files
@@ -38,6 +40,9 @@ from trainer.data.tokens import TokenSet
 from trainer.progress import tell
 
 RECORD_NAME, HASHES_NAME, LOCK_NAME = "prepared.json", "hashes.json", ".building.lock"
+
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
+"""What file systems answer that cannot sync a directory, as some over the network."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +147,13 @@ def _build_and_rename(final: Path, recipe: Recipe) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """So that a power cut leaves the names in it. Not every file system can; what is lost is made
-    anew."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError):
-        os.fsync(descriptor)
-    os.close(descriptor)
+    """So that a power cut leaves the names in it, where its file system can do that. Raises OSError
+    where the disk fails: what is not on it gets no final name."""
+    try:
+        sync(directory)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 def _read_record(directory: Path) -> PreparedData:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -216,6 +218,33 @@ def test_all_is_on_disk_before_it_has_its_name(
     prepared = prepare(config_for(corpus), str(cache))
     assert synced and unsynced == []
     assert kept_in(cache) == [Path(prepared.train).parent]
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_kept"),
+    [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False), (errno.ENOSPC, False)],
+)
+def test_names_that_a_failing_disk_may_lose_are_not_kept(
+    corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, answer: int, is_kept: bool
+) -> None:
+    """A file system that cannot sync directories is no failing disk."""
+    fsync, refused = os.fsync, list[int]()
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            refused.append(descriptor)
+            raise OSError(answer, os.strerror(answer))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if is_kept:
+        prepared = prepare(config_for(corpus), str(cache))
+        assert kept_in(cache) == [Path(prepared.train).parent]
+    else:
+        with pytest.raises(OSError, match=r"\.building-") as raised:
+            prepare(config_for(corpus), str(cache))
+        assert raised.value.errno == answer and kept_in(cache) == []
+    assert refused
 
 
 CRASH = """
