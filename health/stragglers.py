@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Literal, NamedTuple
 
+from health.digits import three_digits
 from health.pace import Pace
 
 ROUNDS = 5
@@ -119,8 +120,9 @@ def _slowness(own: Pace, others: _Others) -> Slowness | None:
     return Slowness(
         score=due_s / took_s,
         part=part,
-        evidence=f"its own part of a step takes {took_s:.3g} s, at the others' pace {due_s:.3g} s; "
-        f"{_WORDS[part]} it loses {lost_s:.3g} s",
+        evidence=f"its own part of a step takes {three_digits(took_s)} s, at the others' pace "
+        f"{three_digits(due_s)} s; "
+        f"{_WORDS[part]} it loses {three_digits(lost_s)} s",
     )
 
 

@@ -10,15 +10,16 @@ from typing import Any
 
 from checkpointing import Keys, Manifest, Segment
 from checkpointing.format.dtypes import item_bytes
+from health.digits import three_digits
 
 
 def human_bytes(size: float) -> str:
     """A size with a unit, three digits: 1.25 GB."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
-            return f"{size:.3g} {unit}"
+            return f"{three_digits(size)} {unit}"
         size /= 1000
-    return f"{size:.3g} TB"
+    return f"{three_digits(size)} TB"
 
 
 def human_time(seconds: float | None) -> str:

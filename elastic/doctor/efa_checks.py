@@ -105,6 +105,8 @@ class _Known:
     """Which one to install."""
     bad: tuple[Version, Version] | None = None
     """Those that are no good anywhere, from the first to before the second."""
+    last_digits: int = 1
+    """That the last number of a version has at least, as its maker writes it."""
 
 
 _KNOWN = {
@@ -138,6 +140,7 @@ _KNOWN = {
         least=(525, 60, 13),
         meaning="CUDA 12 does not run on it",
         fix="Install NVIDIA's driver 580 or later, which CUDA 13 needs",
+        last_digits=2,  # 580.95.05
     ),
 }
 """Part -> versions known to be good. Source: aws/aws-ofi-nccl, doc/efa-env-var.md and
@@ -154,7 +157,8 @@ def _check_version(part: str, machine: Machine) -> Finding:
     version = known.version(machine.facts)
     if version is None:
         return Finding(check=part, result="version not known")
-    result = f"version {'.'.join(map(str, version))}"
+    *others, last = version
+    result = f"version {'.'.join([*map(str, others), f'{last:0{known.last_digits}}'])}"
     if machine.uses_efa and version < known.least:
         return Finding(
             check=part, result=result, severity="RESET", meaning=known.meaning, fix=known.fix

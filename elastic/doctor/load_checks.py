@@ -15,6 +15,7 @@ from elastic.doctor.bounded import Outcome, Program, run_programs
 from elastic.doctor.finding import Finding
 from elastic.doctor.gpu_checks import count_gpus
 from elastic.doctor.machine import Machine
+from health.digits import three_digits
 
 BURN_S = 3.0
 BOUND_S = 90.0
@@ -108,10 +109,11 @@ def judge_host_link(outcomes: Mapping[str, Outcome], instance: str) -> Finding:
     speed = {d: min(o.found["to_device"], o.found["to_host"]) for d, o in outcomes.items()}
     slow = {d: one for d, one in speed.items() if one < least}
     if not slow:
-        return Finding(check=check, result=f"at least {min(speed.values()) / 1e9:.3g} GB/s")
+        slowest = three_digits(min(speed.values()) / 1e9)
+        return Finding(check=check, result=f"at least {slowest} GB/s")
     return Finding(
         check=check,
-        result=_each(slow, 1e9, f"of {least / 1e9:.3g} GB/s"),
+        result=_each(slow, 1e9, f"of {three_digits(least / 1e9)} GB/s"),
         severity="MONITOR",
         meaning="checkpoints, heals and the data come slower",
         fix="Look whether the link of the GPU is degraded (nvidia-smi -q: PCIe link width and "
@@ -165,12 +167,12 @@ def judge_all_reduce(outcomes: Mapping[str, Outcome], instance: str) -> Finding:
         min(one.found["bus"] for one in outcomes.values()),
         LEAST_BUS_BYTES_PER_S.get(instance[:2], 0.0),
     )
-    result = f"ranks: {len(outcomes)}, bus {bus / 1e9:.3g} GB/s"
+    result = f"ranks: {len(outcomes)}, bus {three_digits(bus / 1e9)} GB/s"
     if bus >= least:
         return Finding(check=check, result=result)
     return Finding(
         check=check,
-        result=f"{result}, of {least / 1e9:.3g} GB/s",
+        result=f"{result}, of {three_digits(least / 1e9)} GB/s",
         severity="MONITOR",
         meaning="each step waits for it",
         fix="Look at NVLink (nvidia-smi nvlink -s: all links up; nvidia-smi topo -m), and whether "
@@ -209,10 +211,11 @@ def _judge_speed(
     median = statistics.median(speed.values())
     slow = {device: one for device, one in speed.items() if one < SLOWER * median}
     if not slow:
-        return Finding(check=check, result=f"at least {min(speed.values()) / unit:.3g} {name}")
+        slowest = three_digits(min(speed.values()) / unit)
+        return Finding(check=check, result=f"at least {slowest} {name}")
     return Finding(
         check=check,
-        result=_each(slow, unit, f"of {median / unit:.3g} {name}"),
+        result=_each(slow, unit, f"of {three_digits(median / unit)} {name}"),
         severity="MONITOR",
         meaning="all others wait for the slowest in each step",
         fix="Look why its clocks are lower (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER); "
@@ -221,9 +224,8 @@ def _judge_speed(
 
 
 def _each(numbers: Mapping[str, float], unit: float, rest: str) -> str:
-    return (
-        ", ".join(f"{name}: {number / unit:.3g}" for name, number in numbers.items()) + f" {rest}"
-    )
+    each = (f"{name}: {three_digits(number / unit)}" for name, number in numbers.items())
+    return f"{', '.join(each)} {rest}"
 
 
 LOAD_CHECKS: Mapping[str, Callable[[Machine], Finding]] = {

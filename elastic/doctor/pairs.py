@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.doctor.finding import Finding
+from health.digits import three_digits
 
 SLOW = 0.75
 """Of the median: below is slow. Source: nvidia-resiliency-ext's score of stragglers."""
@@ -131,7 +132,7 @@ def _of_machine(
     machine: str, best: float, usual: float, measured: Sequence[Measured], bad: bool
 ) -> Finding:
     rounds = [one for one in measured if machine in one.pair]
-    result = f"bus {best / 1e9:.3g} GB/s, the best of {len(rounds)} rounds"
+    result = f"bus {three_digits(best / 1e9)} GB/s, the best of {len(rounds)} rounds"
     if bad:
         return Finding(
             check=CHECK,
@@ -145,7 +146,7 @@ def _of_machine(
         return Finding(
             check=CHECK,
             node=machine,
-            result=f"{result}; the median is {usual / 1e9:.3g} GB/s",
+            result=f"{result}; the median is {three_digits(usual / 1e9)} GB/s",
             severity="MONITOR",
             meaning="it is slow with everybody, and all wait for it",
             fix="`elastic doctor --full` there; replace the machine if it stays",
@@ -195,7 +196,9 @@ def _of_ways(
         yield Finding(
             check=CHECK,
             node=" - ".join(one.pair),
-            result=f"failed: {one.trouble}" if failed else f"bus {one.bytes_per_s / 1e9:.3g} GB/s",
+            result=f"failed: {one.trouble}"
+            if failed
+            else f"bus {three_digits(one.bytes_per_s / 1e9)} GB/s",
             severity="RESET" if failed else "MONITOR",
             meaning="the way between these two; each does well with others",
             fix="Look at the route and the placement group of the two; try again",

@@ -8,6 +8,7 @@ from functools import partial
 from elastic.doctor.bounded import Outcome, Program, run_programs
 from elastic.doctor.finding import Finding
 from elastic.doctor.machine import Machine
+from health.digits import three_digits
 
 _BOUND_S = 90.0
 
@@ -55,10 +56,7 @@ def judge_folders(outcomes: Mapping[str, Outcome]) -> Finding:
             meaning="checkpoints are damaged there",
             fix="Replace the disk, or the machine",
         )
-    result = ", ".join(
-        f"{folder}: write {one.found['write'] / 1e6:.3g}, read {one.found['read'] / 1e6:.3g} MB/s"
-        for folder, one in outcomes.items()
-    )
+    result = ", ".join(f"{folder}: {_show_speed(one)}" for folder, one in outcomes.items())
     if all(one.found["write"] >= LEAST_DISK_BYTES_PER_S for one in outcomes.values()):
         return Finding(check=check, result=result)
     return Finding(
@@ -98,9 +96,8 @@ def judge_store(url: str, outcome: Outcome) -> Finding:
             meaning="runs fail there, or leave behind what they cannot delete",
             fix=f"Allow {'; '.join(needs)} below the prefix",
         )
-    write, read = outcome.found["write"], outcome.found["read"]
-    result = f"all rights, write {write / 1e6:.3g}, read {read / 1e6:.3g} MB/s"
-    if min(write, read) >= LEAST_STORE_BYTES_PER_S:
+    result = f"all rights, {_show_speed(outcome)}"
+    if min(outcome.found["write"], outcome.found["read"]) >= LEAST_STORE_BYTES_PER_S:
         return Finding(check=check, result=result)
     return Finding(
         check=check,
@@ -109,6 +106,11 @@ def judge_store(url: str, outcome: Outcome) -> Finding:
         meaning="saves and restores take long",
         fix="Use a bucket of this region, by a gateway endpoint of the VPC",
     )
+
+
+def _show_speed(outcome: Outcome) -> str:
+    write, read = (three_digits(outcome.found[what] / 1e6) for what in ("write", "read"))
+    return f"write {write}, read {read} MB/s"
 
 
 def store_checks(urls: tuple[str, ...]) -> dict[str, Callable[[Machine], Finding]]:

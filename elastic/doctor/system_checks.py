@@ -12,6 +12,7 @@ from elastic.doctor.finding import Finding
 from elastic.doctor.gpu_checks import count_gpus
 from elastic.doctor.loads.disk import nearest_there
 from elastic.doctor.machine import Machine
+from health.digits import three_digits
 from health.kernel_log import open_kernel_log
 from health.oom_kills import RAY_MONITOR
 from health.signatures import find_signs
@@ -45,7 +46,7 @@ LEAST_FREE_BYTES, LEAST_FREE_SHARE = 500 * 10**6, 0.1
 def check_memlock(machine: Machine) -> Finding:
     """Whether EFA may lock the memory that it sends from."""
     limit = machine.memlock_bytes
-    result = "unlimited" if limit is None else f"limit {limit / _GIB:.3g} GiB"
+    result = "unlimited" if limit is None else f"limit {three_digits(limit / _GIB)} GiB"
     if limit is None or limit >= LEAST_MEMLOCK_BYTES or not machine.uses_efa:
         return Finding(check="memlock", result=result)
     return Finding(
@@ -67,12 +68,12 @@ def check_shared_memory(machine: Machine) -> Finding:
 def judge_shared_memory(size_bytes: int, gpus: int) -> Finding:
     """As `check_shared_memory`, of numbers."""
     least = SHM_BYTES_PER_GPU * max(1, gpus)
-    result = f"size {size_bytes / _GIB:.3g} GiB"
+    result = f"size {three_digits(size_bytes / _GIB)} GiB"
     if size_bytes >= least:
         return Finding(check="/dev/shm", result=result)
     return Finding(
         check="/dev/shm",
-        result=f"{result}, of {least / _GIB:.3g} GiB at least",
+        result=f"{result}, of {three_digits(least / _GIB)} GiB at least",
         severity="RESET",
         meaning="NCCL and data loaders end with errors on /dev/shm/nccl-*, or a bus error",
         fix="--shm-size for a container, an emptyDir of medium Memory for a pod",
@@ -87,12 +88,12 @@ def check_huge_pages(machine: Machine) -> Finding:
     text = (machine.root / "proc/meminfo").read_text(encoding="utf-8")
     numbers = {name: int(number) for name, number in re.findall(r"^(\w+):\s*(\d+)", text, re.M)}
     free = numbers.get("HugePages_Free", 0) * numbers.get("Hugepagesize", 0) * 1024
-    result = f"free {free / _GIB:.3g} GiB"
+    result = f"free {three_digits(free / _GIB)} GiB"
     if free >= HUGE_PAGES_BYTES:
         return Finding(check="huge pages", result=result)
     return Finding(
         check="huge pages",
-        result=f"{result}, of {HUGE_PAGES_BYTES / _GIB:.3g} GiB at least",
+        result=f"{result}, of {three_digits(HUGE_PAGES_BYTES / _GIB)} GiB at least",
         severity="MONITOR",
         meaning="EFA goes without, or a fork fails: 'Cannot allocate memory'",
         fix=f"Unset {_HUGE}, or reserve 2560 pages of 2 MiB (vm.nr_hugepages; hugepages-2Mi)",
@@ -134,10 +135,10 @@ def check_clock(machine: Machine) -> Finding:
         return Finding(check="clock", result="not known")
     off = abs(clock.offset_s) > LARGEST_OFFSET_S
     if clock.synchronised and not off:
-        return Finding(check="clock", result=f"kept, off by {abs(clock.offset_s):.2g} s")
+        return Finding(check="clock", result=f"kept, off by {three_digits(abs(clock.offset_s))} s")
     return Finding(
         check="clock",
-        result=f"off by {abs(clock.offset_s):.2g} s" if off else "not synchronised",
+        result=f"off by {three_digits(abs(clock.offset_s))} s" if off else "not synchronised",
         severity="MONITOR",
         meaning="times in the records of several machines do not fit together",
         fix="Start chrony, with server 169.254.169.123 on AWS; see `chronyc tracking`",
@@ -161,7 +162,10 @@ def check_disks(machine: Machine) -> Finding:
 def judge_disks(spaces: Sequence[tuple[str, int, int]], unknown: Sequence[str] = ()) -> Finding:
     """As `check_disks`. `spaces`: folder, free bytes, all bytes. `unknown`: folders of which nobody
     can tell, and why."""
-    lines = [f"{folder} {free / 1e9:.3g} of {size / 1e9:.3g} GB" for folder, free, size in spaces]
+    lines = [
+        f"{folder} {three_digits(free / 1e9)} of {three_digits(size / 1e9)} GB"
+        for folder, free, size in spaces
+    ]
     full = [
         folder
         for folder, free, size in spaces

@@ -20,6 +20,7 @@ from elastic.doctor.pairs import Measured, Pair, count_rounds, judge_pairs, plan
 from elastic.doctor.run import run_checks, run_full
 from elastic.doctor.system_checks import LARGEST_OFFSET_S
 from elastic.ray_compat.cluster import Failed, nodes_with_room, on_nodes, own_address
+from health.digits import three_digits
 
 _PAIR_BOUND_S = 120.0
 _LOOK_BOUND_S, _FULL_BOUND_S = 60.0, 600.0
@@ -102,7 +103,7 @@ def judge_clock(name: str, look: Look, asked: float, answered: float) -> Finding
     return Finding(
         check="clock of the cluster",
         node=name,
-        result=f"off by {off:.3g} s at least",
+        result=f"off by {three_digits(off)} s at least",
         severity="MONITOR",
         meaning="times in the records of several machines do not fit together; S3 refuses requests "
         "from 15 minutes on",

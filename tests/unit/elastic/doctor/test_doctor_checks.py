@@ -139,7 +139,7 @@ OLD_PLUGIN = has(LIBRARY, "aws-ofi-nccl 1.7.2-aws")
         ("aws-ofi-nccl", "RESET", "version 1.7.2", OLD_PLUGIN),
         ("EFA installer", "RESET", "version 1.29.0", OLD_INSTALLER),
         ("libfabric", "RESET", "version 1.17.1", OLD_LIBFABRIC),
-        ("GPU driver", "RESET", "version 470.82.1", OLD_DRIVER),
+        ("GPU driver", "RESET", "version 470.82.01", OLD_DRIVER),
     ],
 )
 def test_what_is_broken_is_named(
@@ -323,7 +323,7 @@ def test_disks() -> None:
     whole, full = "/data", "/tmp"
     room = (whole, 100 * 10**9, 10**12)
     assert judge_disks([room]).severity == "OK"
-    assert judge_disks([room]).result == "free: /data 100 of 1e+03 GB"
+    assert judge_disks([room]).result == "free: /data 100 of 1000 GB"
     found = judge_disks([room, (full, 10**9, 10**11)])
     assert found.severity == "MONITOR" and found.fix.startswith("Free space in /tmp:")
     assert judge_disks([(full, 499 * 10**6, 10**9)]).severity == "MONITOR"
