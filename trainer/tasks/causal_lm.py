@@ -357,7 +357,8 @@ class PreparedCausalLM:
         """See PreparedTask."""
         from trainer.models.flops import flops_of_transformer
 
-        return flops_of_transformer(model, self.config, self.seq_len)
+        apart = self.end_id is not None
+        return flops_of_transformer(model, self.config, self.seq_len, apart=apart)
 
     def loss(self, model: nn.Module, batch: torch.Tensor | TokenBatch) -> tuple[torch.Tensor, int]:
         """Cross-entropy summed over all targets; `batch` is int64 of shape (samples, seq_len + 1),

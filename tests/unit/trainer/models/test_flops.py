@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from trainer.config import TrainConfig
+from trainer.data.config import DataConfig
 from trainer.errors import ConfigError
 from trainer.models.flops import count_parameters, flops_of_transformer
 from trainer.models.hf import ModelConfig, build_on_meta
 from trainer.peaks import PEAKS, peak_flops
+from trainer.tasks.causal_lm import CausalLM, PreparedCausalLM
 from trainer.tasks.custom import CustomTask
 
 LAYERS, HIDDEN, HEADS, HEAD, KEYS, INNER, VOCABULARY, SEQ_LEN = 3, 64, 4, 16, 2, 96, 320, 48
@@ -52,6 +55,44 @@ def test_of_experts_the_active_ones_count() -> None:
     found = flops("mixtral", num_local_experts=8, num_experts_per_tok=2)
     layer = ATTENTION + 2 * 3 * HIDDEN * INNER + 8 * HIDDEN  # two experts, and the router
     assert found["6N"] == 6 * (LAYERS * layer + NORMS + HEAD_OF_MODEL)
+
+
+@pytest.mark.parametrize("window", [1, 16, 47, SEQ_LEN, 2 * SEQ_LEN])
+@pytest.mark.parametrize(
+    ("architecture", "kinds", "windows"),
+    [
+        ("mistral", None, LAYERS),
+        ("qwen3", ["sliding_attention", "full_attention", "sliding_attention"], 2),
+    ],
+)
+def test_of_a_window_the_pairs_in_it_count(
+    architecture: str, kinds: list[str] | None, windows: int, window: int
+) -> None:
+    """Held against the mask, of whose diagonal the closed forms lack a half of what they see."""
+    changes = {} if kinds is None else {"layer_types": kinds, "use_sliding_window": True}
+    found = flops(architecture, sliding_window=window, head_dim=HEAD, **changes)
+    places = torch.arange(SEQ_LEN)
+    back = places[:, None] - places
+    near, full = (
+        int(((back >= 0) & (back < far)).sum()) - min(far, SEQ_LEN) / 2 for far in (window, SEQ_LEN)
+    )
+    pairs = windows * near + (LAYERS - windows) * full
+    causal = found["causal"] - found["6N"]
+    assert causal == pytest.approx(12 * HEADS * HEAD * pairs / SEQ_LEN)
+    assert found["attention"] - found["6N"] == 2 * causal
+
+
+def test_where_the_pairs_are_not_known_6n_alone_is_told() -> None:
+    """Of other kinds of layers, and of texts that are kept apart only the data say how many."""
+    model = ModelConfig(architecture="llama", settings=SETTINGS)
+    data = DataConfig(paths=("nowhere",))
+    task = CausalLM(model=model, data=data, seq_len=SEQ_LEN, texts="apart")
+    train = TrainConfig(task=task, steps=1, global_batch=1)
+    prepared = PreparedCausalLM.without_text(train, VOCABULARY)
+    found = prepared.flops_per_token(build_on_meta(prepared.config))
+    assert found == {"6N": flops("llama")["6N"]}
+    kinds = ["full_attention", "chunked_attention", "full_attention"]
+    assert set(flops("qwen3", layer_types=kinds)) == {"6N"}
 
 
 def test_llama_3_8b_is_what_torchtitan_says() -> None:
