@@ -47,6 +47,7 @@ from elastic.driver.resume import (
     set_others_aside,
     skips_of,
     steps_done,
+    warn_of_older,
     warn_of_versions,
 )
 from elastic.driver.running import (
@@ -247,6 +248,7 @@ class Launch:
         stored = find_stored(*saved, model)
         origin = add_snapshot(stored, identity, snapshot, model)
         self._settle(paths, identity, origin, task)
+        warn_of_older(paths, origin)
         if origin.manifest is not None:
             warn_of_versions(origin.manifest, _versions())
         return _Ready(

@@ -261,19 +261,11 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
     """Raises ConfigError where there is no state to go on from, and `resume` is "must" or there was
     one: a run that has lost its checkpoints does not begin again without being told to. One that
     went back to the seed does: what it went back for is no state to go on from. Where there is a
-    state, but not the newest that was committed, it warns, and raises in another store."""
-    given_up, found = find_given_up(origin.happened), origin.manifest
-    step = _last_committed(origin.happened, given_up)
-    if found is not None:
-        if step is not None and step > found.step:
-            if _other_store(paths, origin.happened) is not None:
-                raise _lost(paths, resume, step, origin)
-            log.warning(
-                "%s tells of a checkpoint of step %d, and the newest state that is found is of "
-                "step %d: the run goes on from there. If the checkpoint is somewhere, stop the run "
-                "and bring it to %s",
-                paths.events, step, found.step, paths.checkpoints,
-            )  # fmt: skip
+    state, but not the newest that was committed, it raises in another store (`warn_of_older`)."""
+    given_up, step = find_given_up(origin.happened), _missing(origin)
+    if origin.manifest is not None:
+        if step is not None and _other_store(paths, origin.happened) is not None:
+            raise _lost(paths, resume, step, origin)
         return
     if origin.passed is not None:
         raise _not_own(paths, origin.passed)
@@ -294,6 +286,18 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
             f"there is no checkpoint in {paths.checkpoints}",
             "Check run_config.name and storage_path, or use resume='auto'",
         )
+
+
+def warn_of_older(paths: RunPaths, origin: Origin) -> None:
+    """Warns where the state that a run goes on from is not the newest that was committed."""
+    found, step = origin.manifest, _missing(origin)
+    if found is not None and step is not None:
+        log.warning(
+            "%s tells of a checkpoint of step %d, and the newest state that is found is of "
+            "step %d: the run goes on from there. If the checkpoint is somewhere, stop the run "
+            "and bring it to %s",
+            paths.events, step, found.step, paths.checkpoints,
+        )  # fmt: skip
 
 
 def _not_own(paths: RunPaths, why: CheckpointError) -> ConfigError:
@@ -367,6 +371,13 @@ def _unreadable(paths: RunPaths, gave_up: Callable[[Manifest], bool]) -> list[st
     listed = store.list(keys.commits)
     found = [key for key in listed if key.endswith(endings) or is_foreign(keys, key)]
     return [key for key in found if counts(key)]
+
+
+def _missing(origin: Origin) -> int | None:
+    """The newest checkpoint that the records tell of, where no state is found that is as new."""
+    step = _last_committed(origin.happened, find_given_up(origin.happened))
+    found = -1 if origin.manifest is None else origin.manifest.step
+    return step if step is not None and step > found else None
 
 
 def _last_committed(happened: Sequence[Event], given_up: Sequence[GivenUp]) -> int | None:

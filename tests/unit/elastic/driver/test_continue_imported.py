@@ -17,7 +17,7 @@ from checkpointing.stores.kinds import place_of
 from elastic import ElasticTrainer, ScalingConfig
 from elastic.driver.launch import Launch
 from elastic.driver.resume import check_continues, warn_of_versions
-from elastic.protocol.events import RunEnded
+from elastic.protocol.events import CheckpointCommitted, RunEnded
 from elastic.protocol.run_paths import RunPaths
 from elastic.reporting.event_log import EventLog
 from tests.support.slice_tables import slice_table
@@ -328,3 +328,24 @@ def test_other_settings_are_refused_before_a_cluster_is_started_to_look_for_a_sn
     with pytest.raises(ConfigError, match=r"train\.seed"):
         trainer.fit()
     assert not ray.is_initialized()
+
+
+def test_that_a_newer_checkpoint_is_missing_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start looks for its state before its data are prepared, and again afterwards."""
+    paths = RunPaths(root=tmp_path / "run")
+    weights = {"weight": torch.zeros(2, 3), "bias": torch.zeros(2)}
+    kinds = ("param", "exp_avg", "exp_avg_sq")
+    state = {f"{kind}/{name}": one for kind in kinds for name, one in weights.items()}
+    write_state(open_store(paths.checkpoints), state, step=4, state={**NUMBERS, **OWN})
+    with EventLog(paths.events) as log:
+        log.append(CheckpointCommitted(time=1.0, step=6, generation=1, bytes=1, seconds=1.0))
+    trainer = ElasticTrainer(
+        dataclasses.replace(TRAIN, task=TASK),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path)),
+        scaling=ScalingConfig(device="cpu"),
+    )
+    origin = Launch(**vars(trainer))._prepare(paths).origin
+    assert origin.stored is not None and origin.stored.step == 4
+    assert sum("tells of a checkpoint of step 6" in said for said in caplog.messages) == 1

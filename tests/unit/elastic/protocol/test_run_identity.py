@@ -44,6 +44,7 @@ from elastic.driver.resume import (
     remove_orphans,
     set_others_aside,
     skips_of,
+    warn_of_older,
 )
 from elastic.protocol.events import CheckpointCommitted, Event, RegroupDone, RunStarted, WentBack
 from elastic.protocol.run_identity import (
@@ -463,7 +464,10 @@ def test_a_start_far_back_is_told(paths: RunPaths, caplog: pytest.LogCaptureFixt
             for event in happened:
                 log.append(event)
         caplog.clear()
-        check_found(paths, identity, "auto", find(paths, identity))
+        origin = find(paths, identity)
+        check_found(paths, identity, "auto", origin)
+        assert caplog.text == "", "a start checks again when its data are prepared"
+        warn_of_older(paths, origin)
         return caplog.text
 
     committed = CheckpointCommitted(time=0, step=500, generation=1, bytes=1, seconds=1)
