@@ -57,7 +57,8 @@ class Agents:
 class CoordinatorDesk:
     """The coordinator's parts that have to do with it, and a roster of three replicas: a, b and c,
     or, where each has more workers, the next letters, too. Each is on a node of its own; `spares`
-    wait on those that they are named after. While they are `building` there is no roster yet."""
+    wait on those that they are named after. While they are `building` there is no roster yet.
+    `agents`: what stands for the nodes' agents."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class CoordinatorDesk:
         spares: Sequence[str] = (),
         building: bool = False,
         health: HealthConfig | None = None,
+        agents: Agents | None = None,
     ) -> None:
         groups = GroupConfig(
             max_replicas=3,
@@ -100,8 +102,8 @@ class CoordinatorDesk:
         self.records = RunLog(config, self.membership)
         self.dispatcher = Dispatcher(self.membership, self.records, lambda effects: None)
         self.dispatcher.ready.set()
-        self.agents = Agents()
-        agents: Any = self.agents
+        self.agents = agents or Agents()
+        node_agents: Any = self.agents
         no_holder: Any = None
         snapshots = Snapshots(
             self.paths,
@@ -114,7 +116,13 @@ class CoordinatorDesk:
         )
         self.aside = Aside(self.membership, self.dispatcher)
         self.workers = Workers(
-            config, self.membership, self.dispatcher, self.records, agents, snapshots, self.aside
+            config,
+            self.membership,
+            self.dispatcher,
+            self.records,
+            node_agents,
+            snapshots,
+            self.aside,
         )
         self.built: dict[str, int] = {}
         seated = ascii_lowercase[: 3 * each]

@@ -46,10 +46,8 @@ class Places(Agents):
 def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
     tmp_path: Path,
 ) -> None:
-    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=1.0))
     agents = Places({"a": False, "b": True})
-    stand_in: Any = agents
-    desk.workers._agents = stand_in
+    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=1.0), agents=agents)
     calls = desk.membership.calls
     called = {worker: calls.sign(worker, "fault", broken=True) for worker in ("a", "b")}
 
@@ -68,8 +66,6 @@ def test_who_waited_for_one_that_was_ended_and_does_not_come_either_is_ended(
 
 def test_who_comes_while_the_agents_are_asked_is_spared(tmp_path: Path) -> None:
     """That may take half a minute, for those of another node."""
-    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2))
-    calls = desk.membership.calls
 
     class Slow(Places):
         async def places(self, *args: Any) -> dict[str, Place | None]:
@@ -77,8 +73,8 @@ def test_who_comes_while_the_agents_are_asked_is_spared(tmp_path: Path) -> None:
             return await super().places(*args)
 
     agents = Slow({"a": False, "b": False})
-    stand_in: Any = agents
-    desk.workers._agents = stand_in
+    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2), agents=agents)
+    calls = desk.membership.calls
     called = {worker: calls.sign(worker, "fault", broken=True) for worker in ("a", "b")}
     asyncio.run(asyncio.wait_for(desk.workers.lose_laggards(called), PATIENCE_S))
     assert agents.killed == ["b"]
@@ -86,8 +82,6 @@ def test_who_comes_while_the_agents_are_asked_is_spared(tmp_path: Path) -> None:
 
 def test_whose_mate_comes_while_the_agents_are_asked_is_spared(tmp_path: Path) -> None:
     """It waited for that one in a collective, and may come now."""
-    desk = CoordinatorDesk(tmp_path, each=2, health=HealthConfig(regroup_timeout_s=0.2))
-    calls = desk.membership.calls
     asked = 0
 
     class Slow(Places):
@@ -99,8 +93,9 @@ def test_whose_mate_comes_while_the_agents_are_asked_is_spared(tmp_path: Path) -
             return told
 
     agents = Slow({"a": False, "b": False}, {"a": 41, "b": 40})
-    stand_in: Any = agents
-    desk.workers._agents = stand_in
+    health = HealthConfig(regroup_timeout_s=0.2)
+    desk = CoordinatorDesk(tmp_path, each=2, health=health, agents=agents)
+    calls = desk.membership.calls
     called = {worker: calls.sign(worker, "fault", broken=True) for worker in ("a", "b")}
     asyncio.run(asyncio.wait_for(desk.workers.lose_laggards(called), PATIENCE_S))
     assert agents.killed == [] and asked == 2
@@ -108,8 +103,6 @@ def test_whose_mate_comes_while_the_agents_are_asked_is_spared(tmp_path: Path) -
 
 def test_time_in_which_the_coordinator_was_held_up_does_not_count(tmp_path: Path) -> None:
     """With the whole run, where that was paused."""
-    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2))
-    calls = desk.membership.calls
 
     class HeldUp(Places):
         held, asked = True, 0
@@ -119,8 +112,8 @@ def test_time_in_which_the_coordinator_was_held_up_does_not_count(tmp_path: Path
             return 0.0 if self.held else time.monotonic()
 
     agents = HeldUp({"a": False})
-    stand_in: Any = agents
-    desk.workers._agents = stand_in
+    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2), agents=agents)
+    calls = desk.membership.calls
     called = {"a": calls.sign("a", "fault", broken=True)}
 
     async def run() -> None:
@@ -137,10 +130,9 @@ def test_time_in_which_the_coordinator_was_held_up_does_not_count(tmp_path: Path
 
 def test_of_a_replica_that_does_not_come_who_waits_for_its_mate_is_spared(tmp_path: Path) -> None:
     """It comes when that has ended. In another replica the same number says nothing."""
-    desk = CoordinatorDesk(tmp_path, each=2, health=HealthConfig(regroup_timeout_s=0.2))
     agents = Places(dict.fromkeys("abc", False), {"a": 41, "b": 40, "c": 41})
-    stand_in: Any = agents
-    desk.workers._agents = stand_in
+    health = HealthConfig(regroup_timeout_s=0.2)
+    desk = CoordinatorDesk(tmp_path, each=2, health=health, agents=agents)
     calls = desk.membership.calls
     called = {worker: calls.sign(worker, "fault", broken=True) for worker in "abc"}
 
@@ -159,10 +151,8 @@ def test_nobody_is_ended_while_answers_wait_for_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait for what they were answered, and have not heard: it was every worker of the run."""
-    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2))
     agents, answers = Places({"a": False, "b": True}), threading.Event()
-    stand_in: Any = agents
-    desk.workers._agents = stand_in
+    desk = CoordinatorDesk(tmp_path, health=HealthConfig(regroup_timeout_s=0.2), agents=agents)
     monkeypatch.setattr(run_log, "_HELD_BACK_S", 0.1)
     monkeypatch.setattr(EventLog, "sync", lambda log: answers.wait(PATIENCE_S))
     calls = desk.membership.calls

@@ -207,23 +207,22 @@ def test_while_a_mate_has_no_agent_a_failed_collective_accuses_nobody(
     """A mate that ended together with its node's agent is told of by the next one."""
     monkeypatch.setattr(module, "_PEER_LOSS_PATIENCE_S", 0.05)
     monkeypatch.setattr(module, "START_S", PATIENCE_S if dies or first < math.inf else 0.3)
-    desk = CoordinatorDesk(tmp_path, each=2)
-    stand_in: Any = Beats(first)
-    desk.workers._agents = stand_in
+    agents = Beats(first)
+    desk = CoordinatorDesk(tmp_path, each=2, agents=agents)
     health = HealthConfig(node_beat_s=0.02, node_timeout_s=0.05)
     no_links: Any = Unexplained()
     troubles = Troubles(health, desk.membership, desk.dispatcher, desk.workers, no_links)
 
     async def run() -> str:
         settled = asyncio.create_task(troubles.settle("a", 7, "a timeout", COLLECTIVE))
-        asked = asyncio.create_task(stand_in.asked.wait())
+        asked = asyncio.create_task(agents.asked.wait())
         await asyncio.wait([settled, asked], return_when=asyncio.FIRST_COMPLETED)
         if dies:
             await desk.workers.lose("b", CRASH, "its process ended")
         return await settled
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == meaning
-    assert stand_in.asked.is_set()
+    assert agents.asked.is_set()
 
 
 class Refused(Agents):
@@ -252,9 +251,7 @@ def test_a_mate_on_a_node_that_ray_drains_is_waited_for_no_longer(
     monkeypatch.setattr(module, "_PEER_LOSS_PATIENCE_S", 0.05)
     monkeypatch.setattr(module, "START_S", 2 * PATIENCE_S)
     monkeypatch.setattr(workers_module, "live_nodes", lambda: {"A", "B"})
-    desk = CoordinatorDesk(tmp_path, each=2)
-    stand_in: Any = Refused()
-    desk.workers._agents = stand_in
+    desk = CoordinatorDesk(tmp_path, each=2, agents=Refused())
     health = HealthConfig(node_beat_s=0.02, node_timeout_s=0.05)
     no_links: Any = Unexplained()
     troubles = Troubles(health, desk.membership, desk.dispatcher, desk.workers, no_links)

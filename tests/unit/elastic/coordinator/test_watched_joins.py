@@ -34,25 +34,23 @@ class OneAgent(Agents):
         await self.answer
 
 
-@pytest.fixture
-def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workers:
+@pytest.fixture(autouse=True)
+def no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "own_handle", lambda: Remote(None))
-    return CoordinatorDesk(tmp_path).workers
 
 
-def start(workers: Workers) -> OneAgent:
+def start(root: Path) -> tuple[OneAgent, Workers]:
     agent = OneAgent()
-    stand_in: Any = agent
-    workers._agents = stand_in
+    workers = CoordinatorDesk(root, agents=agent).workers
     workers.watch(Identity(worker="new", rank=3, node="N", pid=7))
-    return agent
+    return agent, workers
 
 
-def test_a_join_that_comes_once_more_waits_as_the_first_does(workers: Workers) -> None:
+def test_a_join_that_comes_once_more_waits_as_the_first_does(tmp_path: Path) -> None:
     """So it does where the first is given up meanwhile."""
 
     async def run() -> None:
-        agent = start(workers)
+        agent, workers = start(tmp_path)
         first, second = (asyncio.create_task(workers.until_watched("new")) for _ in range(2))
         await asyncio.sleep(0)
         assert not first.done() and not second.done()
@@ -67,9 +65,10 @@ def test_a_join_that_comes_once_more_waits_as_the_first_does(workers: Workers) -
     asyncio.run(run())
 
 
-def test_no_join_passes_where_the_watch_has_failed(workers: Workers) -> None:
+def test_no_join_passes_where_the_watch_has_failed(tmp_path: Path) -> None:
     async def run() -> None:
-        start(workers).answer.set_exception(RayError("the agent is gone"))
+        agent, workers = start(tmp_path)
+        agent.answer.set_exception(RayError("the agent is gone"))
         for _ in range(2):
             with pytest.raises(RayError):
                 await asyncio.wait_for(workers.until_watched("new"), PATIENCE_S)
