@@ -502,7 +502,7 @@ class Coordinator(CoordinatorApi):
                 f"is lost; run the same name again to go on from the newest checkpoint"
             )
         elif standing.identity.worker not in self._workers.started:  # it was written off
-            self._dispatcher.turn_away(standing.identity.worker, standing.serial)
+            self._dispatcher.turn_away(standing.identity.worker)
 
     @_when_known
     async def join(self, report: Report) -> Answer:

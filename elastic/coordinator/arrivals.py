@@ -43,8 +43,9 @@ class Arrivals:
         self._patience_s = patience_s
         self.hellos = 0
         """Workers that have started so far."""
-        self._coming: set[str] = set()
-        """Workers that have started and not joined yet."""
+        self.coming: set[str] = set()
+        """Workers that have started and not joined yet, and a while longer those of them that were
+        lost."""
         self._start: asyncio.TimerHandle | None = None
         """When the first replicas begin without those that have not come."""
 
@@ -82,7 +83,7 @@ class Arrivals:
 
     def await_join(self, worker: str) -> None:
         """It has started, and joins soon, or is ended."""
-        self._coming.add(worker)
+        self.coming.add(worker)
         bound_s = max(_TIMES * self._patience_s, _LEAST_S)
         asyncio.get_running_loop().call_later(
             bound_s, lambda: self._dispatcher.spawn(self._end_late(worker, bound_s))
@@ -91,8 +92,8 @@ class Arrivals:
     async def joined(self, worker: str) -> None:
         """A worker joins."""
         self.put_off_start()
-        if worker in self._coming:  # not in a regroup, where thousands join at once
-            self._coming.discard(worker)
+        if worker in self.coming:  # not in a regroup, where thousands join at once
+            self.coming.discard(worker)
             await self._dispatcher.tell()
 
     async def until_here(self, node: str) -> None:
@@ -100,7 +101,7 @@ class Arrivals:
         started = self._workers.started
 
         def here() -> bool:
-            return all(started[w].node != node for w in self._coming & started.keys())
+            return all(started[w].node != node for w in self.coming & started.keys())
 
         await self._dispatcher.until(here)
 
@@ -115,7 +116,7 @@ class Arrivals:
             )
 
     async def _begin(self) -> None:
-        if self._coming & self._workers.started.keys():
+        if self.coming & self._workers.started.keys():
             self.put_off_start()
             return
         self._membership.formations.wait_no_longer()
@@ -123,7 +124,9 @@ class Arrivals:
 
     async def _end_late(self, worker: str, after_s: float) -> None:
         """Nobody waits for it in a collective, so nobody else would find it."""
-        if worker not in self._coming & self._workers.started.keys():
+        if worker not in self._workers.started:  # it was lost before it joined
+            self.coming.discard(worker)
+        if worker not in self.coming:
             return
         if self._records.answered_for_s() < self._patience_s:  # it may be its answer that waits
             self.await_join(worker)
@@ -133,3 +136,4 @@ class Arrivals:
                 f"at the data, or its compilation hangs (health.regroup_timeout_s)"
             )
             await self._workers.kill(worker, HANG, detail)
+            self.coming.discard(worker)

@@ -21,6 +21,10 @@ from elastic.protocol.messages import Answer, Report, Signal, Stop
 
 log = logging.getLogger(__name__)
 
+_WRITTEN_OFF = Signal(serial=2**62, kind="fault", broken=True)
+"""To who was written off and lives: its last signal, above all that it may have heard. It is one
+for all, so that of each loss of a long run nothing is kept."""
+
 _NO_GC_S = 3.0
 """A regroup is over by then, or waits for machines."""
 
@@ -39,7 +43,8 @@ class Dispatcher:
     ) -> None:
         self._membership, self._records, self._also = membership, records, also
         self._answers: dict[str, asyncio.Future[Answer]] = {}
-        self._signals: dict[str, Signal] = {}
+        self.signals: dict[str, Signal] = {}
+        """The last one to each worker that was not lost."""
         self._bells: dict[str, asyncio.Future[None]] = {}
         """Worker -> what wakes its call of `watch`; each its own, for there are thousands."""
         self._collecting: asyncio.TimerHandle | None = None
@@ -72,7 +77,8 @@ class Dispatcher:
     async def watch(self, worker: str, seen: int) -> Signal | None:
         """Waits for a call to `worker` later than signal `seen`; None when the run is over."""
         while True:
-            signal = self._signals.get(worker)
+            lost = worker in self._membership.lost
+            signal = _WRITTEN_OFF if lost else self.signals.get(worker)
             if signal is not None and signal.serial > seen:
                 return signal
             if self._membership.stopped is not None:
@@ -80,19 +86,11 @@ class Dispatcher:
             bell: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             await self._bells.setdefault(worker, bell)
 
-    def turn_away(self, worker: str, seen: int = 0) -> None:
-        """A worker was written off. Should it live, it must know: it is answered where it waits,
-        and called where it works, for nothing of its replica may break.
-
-        Args:
-            worker: it.
-            seen: the last signal that it has heard, where it says so.
-        """
+    def turn_away(self, worker: str) -> None:
+        """A worker was written off, and membership knows. Should it live, it must know, too: it is
+        answered where it waits, and called where it works, for nothing of its replica may break."""
         self._answer(worker, Stop(error="this worker was written off; it is replaced"))
-        calls = self._membership.calls
-        calls.heard(worker, seen)
-        self._signals[worker] = calls.sign(worker, "fault", broken=True)
-        calls.followed(worker)  # nobody waits for it
+        self.signals.pop(worker, None)
         self._ring(worker)
 
     def _answer(self, worker: str, answer: Answer) -> None:
@@ -108,7 +106,7 @@ class Dispatcher:
         effects = self._decide()
         if effects.called is not None:
             self._put_off_gc()
-        self._signals.update(effects.signals)
+        self.signals.update(effects.signals)
         for worker, answer in effects.answers.items():
             self._answer(worker, answer)
         self._also(effects)

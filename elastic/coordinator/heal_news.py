@@ -31,8 +31,9 @@ class HealNews:
     ) -> None:
         self._membership, self._dispatcher = membership, dispatcher
         self._workers, self._records = workers, records
-        self._received: dict[str, tuple[int, float, int]] = {}
-        """Newcomer's worker -> bytes, seconds and steps of its heal, until its replica is whole."""
+        self.received: dict[str, tuple[int, float, int]] = {}
+        """Newcomer's worker -> bytes, seconds and steps of its heal, until its replica is whole; of
+        one that was lost, until the next one tells."""
 
     async def caught_up(
         self, worker: str, generation: int, size: int, seconds: float, steps: int
@@ -42,7 +43,9 @@ class HealNews:
         nothing follows: its reports say what it has."""
         if generation != self._membership.roster.generation:
             return
-        self._received[worker] = (size, seconds, steps)
+        for lost in self.received.keys() - self._membership.members.keys():
+            del self.received[lost]
+        self.received[worker] = (size, seconds, steps)
         replica = self._membership.caught_up(worker)
         if replica is None:
             return
@@ -50,7 +53,7 @@ class HealNews:
         if source is None:
             return
         # Some may have told a coordinator that was lost since.
-        found = [self._received.pop(w) for w in replica.workers if w in self._received]
+        found = [self.received.pop(w) for w in replica.workers if w in self.received]
         sizes, times, behind = zip(*found, strict=True)
         self._records.note(
             events.ReplicaHealed(

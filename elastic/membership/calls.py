@@ -20,10 +20,6 @@ class Calls:
         """Goes on with the numbers that the workers have heard."""
         self._serials = {standing.identity.worker: standing.serial for standing in standings}
 
-    def heard(self, worker: str, serial: int) -> None:
-        """A worker has heard its signals up to `serial`, of a coordinator that was lost since."""
-        self._serials[worker] = max(serial, self._serials.get(worker, 0))
-
     def sign(self, worker: str, kind: SignalKind, *, broken: bool) -> Signal:
         """The next signal to `worker`, which counts as called from now on."""
         serial = self._serials[worker] = self._serials.get(worker, 0) + 1
@@ -31,8 +27,13 @@ class Calls:
         return Signal(serial=serial, kind=kind, broken=broken)
 
     def followed(self, worker: str) -> None:
-        """A worker has joined, or need not any more."""
+        """A worker has joined."""
         self.unfollowed.pop(worker, None)
+
+    def forget(self, worker: str) -> None:
+        """A worker was lost: it is called no more, and nobody waits for it."""
+        self.unfollowed.pop(worker, None)
+        self._serials.pop(worker, None)
 
     def settled(self, worker: str) -> int:
         """The signal up to which an answer settles all."""

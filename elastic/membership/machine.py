@@ -147,7 +147,7 @@ class Membership:
 
     def lose(self, worker: str) -> Identity | None:
         """A worker is gone, for good. Returns who it was, None where it was no member."""
-        self.calls.followed(worker)
+        self.calls.forget(worker)
         self.waiting.pop(worker, None)
         self._refused.pop(worker, None)
         self._dismissed.discard(worker)

@@ -207,7 +207,7 @@ def test_one_that_was_written_off_and_speaks_late_is_called_away(
         return signal
 
     signal = asyncio.run(hear())
-    assert signal is not None and (signal.serial, signal.kind) == (4, "fault")
+    assert signal is not None and signal.serial > 3 and signal.kind == "fault"
 
 
 def test_what_fails_in_steps_that_are_given_up_does_not_end_the_run(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elastic.coordinator.heal_news import HealNews
 from elastic.protocol import events
-from elastic.protocol.causes import entry_of
+from elastic.protocol.causes import CRASH, entry_of
 from elastic.protocol.roster import Heal
 from tests.support.coordinator_desk import CoordinatorDesk
 
@@ -17,8 +17,8 @@ TOO_SLOW = "the state comes too slowly: 5 of 80 bytes in 9.0 s"
 class Desk(CoordinatorDesk):
     """The one that heals are told to: b gets the state from a, the only one that has it."""
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(root)
+    def __init__(self, root: Path, *, each: int = 1) -> None:
+        super().__init__(root, each=each)
         self.news = HealNews(self.membership, self.dispatcher, self.workers, self.records)
 
     async def fail(self, times: int) -> None:
@@ -62,6 +62,25 @@ def test_a_failure_that_is_told_once_more_is_written_down_once(tmp_path: Path) -
         assert len(desk.happened(events.HealFailed)) == 2
 
     asyncio.run(scene())
+
+
+def test_of_one_that_is_lost_once_it_has_the_state_nothing_is_kept(tmp_path: Path) -> None:
+    """Its replica was not whole yet, and never will be."""
+    desk = Desk(tmp_path, each=2)
+    roster = desk.membership.roster
+    (newcomer,) = (r for r in roster.replicas if r.workers == ("c", "d"))
+    at = roster.replicas.index(newcomer)
+    heal = Heal(position=at, source=(at + 1) % len(roster.replicas), ranks=(0, 1))
+    behind = dict.fromkeys("cd", newcomer.formed)
+    desk.membership.heals.resume((heal,), roster, behind, ())
+
+    async def scene() -> None:
+        await desk.news.caught_up("c", roster.generation, 80, 9.0, 1)
+        await desk.workers.lose("c", CRASH, "its process ended")
+        await desk.news.caught_up("d", roster.generation, 70, 8.0, 1)
+
+    asyncio.run(scene())
+    assert desk.news.received == {"d": (70, 8.0, 1)}
 
 
 def test_after_three_failures_the_newcomer_is_ended_and_its_machine_is_not_suspect(
