@@ -725,6 +725,10 @@ class Coordinator(CoordinatorApi):
         there = {(one.node, one.pid) for one in self._workers.started.values()}
         return [one for one in workers if one not in there]
 
+    @_when_known
+    async def ended_silent(self, workers: list[tuple[str, int]], silent_s: float) -> None:
+        self._workers.lose_silent(workers, silent_s)
+
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         if (failover := self._failing_over) is not None:
             failover.begin()

@@ -305,6 +305,30 @@ class Workers:
         for worker in self._on(node):
             await self.lose(worker, cause, detail)
 
+    def lose_silent(self, processes: Iterable[tuple[str, int]], silent_s: float) -> None:
+        """Writes down that processes, each given by its node, are ended as they have not said hello
+        in so long. They have no name of their own, no place, and no part in the budgets: whether
+        anything starts at all is for the controller to see. Who has said hello meanwhile is lost as
+        others are; twice does no harm."""
+        started = {(one.node, one.pid) for one in self.started.values()}
+        for node, pid in processes:
+            worker = f"silent-{node[:6]}-{pid}"
+            if (node, pid) in started or worker in self._membership.lost:
+                continue
+            self._membership.lost.add(worker)
+            self._records.note(
+                events.WorkerLost(
+                    time=time.time(),
+                    worker=worker,
+                    node=node,
+                    pid=pid,
+                    slot=None,
+                    cause=HANG,
+                    detail=f"it has not said hello {silent_s:g} s after it was started: what it "
+                    f"imports, or its first look at the device, hangs",
+                )
+            )
+
     async def lose_unwatched(self, ended: Collection[tuple[str, int]]) -> None:
         """Writes off those of the workers that have `ended`, each by node and process, whose nodes
         have no agent that would know."""

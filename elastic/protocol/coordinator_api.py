@@ -213,6 +213,10 @@ class DriverCalls(Protocol):
         not said hello, or were written off. None: a coordinator that was started anew does not know
         yet."""
 
+    async def ended_silent(self, workers: list[tuple[str, int]], silent_s: float) -> None:
+        """Ray Train's controller ends these, each given by node and process, as they have not said
+        hello in so long."""
+
     async def ended(self, workers: list[tuple[str, int]]) -> None:
         """Ray Train's controller has seen the end of these, each given by node and process."""
 

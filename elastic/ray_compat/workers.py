@@ -11,6 +11,7 @@ sits, so the one that is started in its place takes them up as they are.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -233,7 +234,8 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def silent(self) -> set[int]:
         """Positions of workers that are to be ended, as they do not say hello (`Silence`). Warns of
-        those that take long, with their nodes: nobody else knows of them."""
+        those that take long, with their nodes, and has the end of others written down: nobody else
+        knows of them."""
         now_s, workers = time.monotonic(), self.get_workers()
         at = {worker.launch: position for position, worker in enumerate(workers)}
         late = self._silence.late(at, now_s)
@@ -266,6 +268,11 @@ class ElasticWorkerGroup(WorkerGroup):
                         f"({known[one].node_ip})"
                         for one in launches[:_MOST_NAMED]
                     ),
+                )
+        if ended:
+            with contextlib.suppress(ray.exceptions.RayError):  # then the run ends
+                self._coordinator.call(
+                    CoordinatorApi.ended_silent, [processes[launch] for launch in ended], SILENT_S
                 )
         return {at[launch] for launch in ended}
 

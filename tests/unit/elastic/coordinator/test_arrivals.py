@@ -14,6 +14,8 @@ from elastic.coordinator.arrivals import Arrivals
 from elastic.protocol import events
 from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Answer, Identity, Report, Stop
+from elastic.reporting.event_log import read_events
+from elastic.reporting.report import build_report
 from tests.support.coordinator_desk import CoordinatorDesk
 
 PATIENCE_S = 0.05
@@ -125,3 +127,20 @@ def test_a_machine_is_loaded_when_all_who_have_started_there_have_joined(
         await asyncio.wait_for(waiting, 30)
 
     asyncio.run(run())
+
+
+def test_one_that_hangs_before_its_hello_is_in_the_records_once(desk: CoordinatorDesk) -> None:
+    """It has no name, and costs no budget. One whose hello came in the last moment has both."""
+
+    async def run() -> None:
+        await arrivals_of(desk).hello(newcomer("came", "M"))
+        for _ in range(2):
+            desk.workers.lose_silent([("N", 7), ("M", 7)], 600.0)
+
+    asyncio.run(run())
+    (lost,) = desk.happened(events.WorkerLost)
+    assert (lost.node, lost.pid, lost.slot, lost.cause) == ("N", 7, None, "hang")
+    assert lost.worker == "silent-N-7" and "not said hello 600 s after" in lost.detail
+    assert all(spent == 0 for spent, _ in desk.workers.spent().values())
+    report = build_report([desk.config.started, *read_events(desk.paths.events)], [])
+    assert [one.cause for one in report.incidents] == ["hang"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.ray_compat import workers as module
 from elastic.ray_compat.placement import SILENT_S, TOLD_S, Silence
 from elastic.ray_compat.workers import ElasticWorkerGroup
@@ -21,6 +22,7 @@ class Started:
         self.now_s, self.launches = 100.0, [1, 2, 3]
         self.spoken: set[int] | Exception | None = set()
         self.asked: list[list[int]] = []
+        self.written: list[tuple[list[tuple[str, int]], float]] = []
         self.group = object.__new__(ElasticWorkerGroup)
         self.group._silence, self.group._coordinator = Silence(), self  # type: ignore[assignment]
         monkeypatch.setattr(self.group, "get_workers", self._workers)
@@ -35,7 +37,12 @@ class Started:
             for one in self.launches
         ]
 
-    def call(self, _: object, workers: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
+    def call(
+        self, what: object, workers: list[tuple[str, int]], *more: float
+    ) -> list[tuple[str, int]] | None:
+        if what is CoordinatorApi.ended_silent:
+            self.written.append((workers, *more))
+            return None
         self.asked.append([pid for _, pid in workers])
         if isinstance(self.spoken, Exception):
             raise self.spoken
@@ -63,8 +70,9 @@ def test_one_that_never_says_hello_is_told_of_with_its_node_and_then_ended(
     assert told.startswith(f"1 workers have not said hello {TOLD_S:g} s after they were started")
     assert told.endswith("process 2 on node n2 (10.0.0.2)")
     started.launches = [3, 2]
-    assert started.ended_after(SILENT_S - TOLD_S - 3.0) == []
+    assert started.ended_after(SILENT_S - TOLD_S - 3.0) == [] and started.written == []
     assert started.ended_after(2.0) == [2]
+    assert started.written == [([("n2", 2)], SILENT_S)]
     assert "ended now" in caplog.messages[-1] and "process 2 on" in caplog.messages[-1]
 
 
