@@ -48,7 +48,8 @@ _CONNECT_TIMEOUT_S = 5.0
 _QUIET_S = 1.0
 _READ_BYTES = 1 << 20
 _CONNECTIONS = 64
-_FAILURES = (ClientError, BotoCoreError, HTTPError, OSError)
+FAILURES = (ClientError, BotoCoreError, HTTPError, OSError)
+"""What boto3 raises, inside `lapsed_credentials`, where a request or what it needs fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class S3Client:
         def attempt() -> _T:
             if hasattr(body, "seek"):  # the last try may have sent some of it
                 body.seek(0)
-            with _lapsed_credentials():
+            with lapsed_credentials():
                 answer = getattr(self._boto, operation)(**full)
             return read(answer)
 
@@ -146,7 +147,7 @@ class S3Client:
             self.pacer.wait()
             try:
                 answer = attempt()
-            except _FAILURES as error:
+            except FAILURES as error:
                 # HTTPError: urllib3's own, of a body whose TLS breaks; botocore lets it through.
                 failure = read_failure(error)
             else:
@@ -198,13 +199,13 @@ def nothing(_: Any) -> None:
 
 
 @contextmanager
-def _lapsed_credentials() -> Iterator[None]:
+def lapsed_credentials() -> Iterator[None]:
     """Gives names to what boto3 lets through bare when it renews credentials for a request: a
     RuntimeError where the new ones have expired, too, and a ValueError where what it is given for
     them cannot be read. What either says is left out: it may quote a secret."""
     try:
         yield
-    except _FAILURES:  # some are ValueErrors, too
+    except FAILURES:  # some are ValueErrors, too
         raise
     except RuntimeError as error:
         raise TokenRetrievalError(provider="boto3", error_msg=type(error).__name__) from None

@@ -31,9 +31,9 @@ import boto3
 
 from checkpointing.errors import CheckpointError, CorruptError, StoreError, StoreUnavailableError
 from checkpointing.stores.keys import check_key
-from checkpointing.stores.s3.client import endpoint_of
+from checkpointing.stores.s3.client import FAILURES, endpoint_of, lapsed_credentials
 from checkpointing.stores.s3.config import S3Config
-from checkpointing.stores.s3.errors import Failure, decide_failure, refused
+from checkpointing.stores.s3.errors import Failure, decide_failure, read_failure, refused
 from checkpointing.stores.s3.store import S3Store
 
 FILES_AT_ONCE = 8
@@ -171,8 +171,8 @@ def _transfer(
 
 
 def _take_back(config: S3Config, keys: Sequence[str]) -> None:
-    store = S3Store(replace(config, timeout_s=min(config.timeout_s, _CLEAN_UP_S)))
     with contextlib.suppress(CheckpointError):  # the error on its way says more
+        store = S3Store(replace(config, timeout_s=min(config.timeout_s, _CLEAN_UP_S)))
         for key in keys:
             store.abort_unfinished(key)
         store.delete_many(keys)
@@ -261,15 +261,21 @@ def _environment(config: S3Config) -> dict[str, str]:
     """This program's environment, with the credentials that boto3 finds.
 
     s5cmd's own chain knows fewer places than boto3's, and this one asks them in the same order.
+    Raises StoreUnavailableError where boto3's settings on this node do not serve, or the
+    credentials cannot be had.
     """
     environment = {k: v for k, v in os.environ.items() if k != "AWS_PROFILE"}
-    session = boto3.session.Session()
-    found = session.get_credentials()
-    region = config.region or session.region_name
+    try:
+        with lapsed_credentials():
+            session = boto3.session.Session()
+            region = config.region or session.region_name
+            found = session.get_credentials()
+            frozen = None if found is None else found.get_frozen_credentials()
+    except FAILURES as error:  # what it says is left out: it may quote a secret
+        raise refused(read_failure(error), str(config)) from None
     if region:
         environment["AWS_REGION"] = region
-    if found is not None:
-        frozen = found.get_frozen_credentials()
+    if frozen is not None:
         environment["AWS_ACCESS_KEY_ID"] = frozen.access_key
         environment["AWS_SECRET_ACCESS_KEY"] = frozen.secret_key
         environment.pop("AWS_SESSION_TOKEN", None)

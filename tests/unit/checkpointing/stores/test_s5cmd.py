@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import threading
+import traceback
 from pathlib import Path
 
 import boto3
@@ -143,6 +144,44 @@ def test_refusals_are_those_of_the_store(
         s5cmd.push(config, files, [SMALL])
     assert "rank 3" in str(caught.value)
     assert "the-secret-key" not in str(caught.value)
+
+
+SETTINGS = """[profile over]
+sso_start_url = https://nobody/start
+sso_region = us-east-1
+sso_account_id = 123456789012
+sso_role_name = any
+
+[profile broken]
+credential_process = echo the-secret-key, and no JSON
+"""
+
+
+@pytest.mark.parametrize(
+    ("profile", "message"),
+    [
+        ("nobodys", r"check S3Config, the environment and ~/\.aws .*ProfileNotFound"),
+        ("over", "credentials have expired; renew them"),
+        ("broken", "the credentials could not be fetched; renew them"),
+    ],
+)
+def test_credentials_that_cannot_be_had_are_an_error_of_the_store(
+    profile: str, message: str, files: Path, config: S3Config, tmp_path: Path
+) -> None:
+    """boto3 says so before anything is sent, in errors of its own, which may quote a secret."""
+    own = dataclasses.replace(config, part_timeout_s=7.4)  # a client that no other test has made
+    (tmp_path / "config").write_text(SETTINGS)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.delenv(name)
+        patch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        patch.setenv("AWS_PROFILE", profile)
+        for transfer in (s5cmd.push, s5cmd.pull):
+            with pytest.raises(StoreUnavailableError, match=message) as caught:
+                transfer(own, files, [SMALL])
+            shown = "".join(traceback.format_exception(caught.value))
+            assert config.url in shown and "the-secret-key" not in shown
 
 
 def test_what_is_missing_is_named(files: Path, config: S3Config, s3: Store, tmp_path: Path) -> None:
