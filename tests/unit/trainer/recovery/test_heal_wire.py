@@ -84,16 +84,21 @@ def nothing_left() -> Iterator[None]:
     wait_until(lambda: not any(t.name.startswith("heal-") for t in threading.enumerate()))
 
 
+def ends_well(source: Source, newcomer: Newcomer, giver: Engine, taker: Engine) -> bool:
+    """Ends a heal when all has come: whether it has brought the same bits."""
+    wait_until(newcomer.finish)
+    source.close()
+    newcomer.close()
+    return taker.state.digest() == giver.state.digest()
+
+
 def heals(meet: Rendezvous, giver: Engine, taker: Engine, prefix: str) -> bool:
     """Whether a heal brings the same bits, with a step meanwhile."""
     meeting = meeting_at(meet, prefix)
     source, newcomer = Source(giver, 0, meeting), Newcomer(taker, meeting, clip_norm=0.5)
     source.await_copy()
     step_both(giver, newcomer, taker, 0)
-    wait_until(newcomer.finish)
-    source.close()
-    newcomer.close()
-    return taker.state.digest() == giver.state.digest()
+    return ends_well(source, newcomer, giver, taker)
 
 
 # -- bytes that are altered on the way -------------------------------------------------------------
@@ -165,10 +170,7 @@ def test_a_proxy_that_alters_nothing_is_not_noticed(pair: Pair) -> None:
     with contextlib.ExitStack() as proxies:
         bent = Bent(**{**vars(meeting), "bend": lambda at, data: None, "proxies": proxies})
         source, newcomer = Source(giver, 0, bent), Newcomer(taker, meeting, clip_norm=0.5)
-        wait_until(newcomer.finish)
-        source.close()
-        newcomer.close()
-    assert taker.state.digest() == giver.state.digest()
+        assert ends_well(source, newcomer, giver, taker)
 
 
 @pytest.fixture
@@ -282,12 +284,9 @@ def test_strangers_that_say_nothing_hold_nobody_up(pair: Pair) -> None:
             strangers.enter_context(socket.create_connection(place))
         began = time.monotonic()
         newcomer = Newcomer(taker, meeting, clip_norm=0.5)
-        wait_until(newcomer.finish)
+        assert ends_well(source, newcomer, giver, taker)
         assert time.monotonic() - began < SOON_S
-        source.close()
-        newcomer.close()
         wait_until(lambda: not any(t.name == "heal-send" for t in threading.enumerate()))
-    assert taker.state.digest() == giver.state.digest()
 
 
 def test_a_stranger_that_speaks_slowly_is_waited_for_no_longer(
@@ -324,10 +323,7 @@ def test_of_many_strangers_the_oldest_are_left(pair: Pair, monkeypatch: pytest.M
         for left in waiting[:3]:
             assert len(left.recv(32, socket.MSG_WAITALL)) == 32 and left.recv(1) == b""
         newcomer = Newcomer(taker, meeting, clip_norm=0.5)
-        wait_until(newcomer.finish)
-        source.close()
-        newcomer.close()
-    assert taker.state.digest() == giver.state.digest()
+        assert ends_well(source, newcomer, giver, taker)
 
 
 def test_a_source_without_descriptors_takes_connections_when_it_has_some(
@@ -349,10 +345,7 @@ def test_a_source_without_descriptors_takes_connections_when_it_has_some(
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         newcomer = Newcomer(taker, meeting, clip_norm=0.5)
-        wait_until(newcomer.finish)
-    source.close()
-    newcomer.close()
-    assert taker.state.digest() == giver.state.digest()
+        assert ends_well(source, newcomer, giver, taker)
 
 
 # -- a source that ends, stands still, or is slow --------------------------------------------------
@@ -590,12 +583,9 @@ def test_streams_are_dealt_to_all_addresses_of_the_source(
     places = meeting.ask(bool)
     monkeypatch.setattr(socket.socket, "connect", noting)
     newcomer = Newcomer(taker, meeting, clip_norm=0.5)
-    wait_until(newcomer.finish)
+    assert ends_well(source, newcomer, giver, taker)
     assert sorted(place for place in met if place in places) == sorted(2 * places)
     assert len({host for host, _ in places}) == 2
-    assert taker.state.digest() == giver.state.digest()
-    source.close()
-    newcomer.close()
 
 
 # -- the parts -------------------------------------------------------------------------------------
