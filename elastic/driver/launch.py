@@ -353,6 +353,8 @@ class Launch:
                 replicas=self.scaling.max_replicas,
                 workers_per_replica=self.train.parallel.workers,
                 spares=self.scaling.spares,
+                together=self.train.parallel.dims.together,
+                min_replicas=self.scaling.min_replicas,
             ),
             run_config=dataclasses.replace(
                 self.run_config, storage_path=local_path(self.run_config)

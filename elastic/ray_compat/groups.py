@@ -56,11 +56,13 @@ class PlacementGroups:
     def __getitem__(self, name: str) -> PlacementGroup:
         return self._held[name].group
 
-    def ask(self, size: int) -> None:
-        """Asks for a group of `size` workers. Returns at once: Ray places it when it can."""
+    def ask(self, size: int, *, on_one_node: bool = False) -> None:
+        """Asks for a group of `size` workers, on as few nodes as there is room on, or `on_one_node`
+        alone. Returns at once: Ray places it when it can."""
         name = f"{self._prefix}{secrets.token_hex(4)}"
+        strategy = "STRICT_PACK" if on_one_node else "PACK"
         group = placement_group(
-            [self._bundle] * size, strategy="PACK", name=name, lifetime="detached"
+            [self._bundle] * size, strategy=strategy, name=name, lifetime="detached"
         )
         self._held[name] = _Held(group=group, size=size)
 

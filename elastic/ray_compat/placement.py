@@ -4,12 +4,17 @@ A placement group holds the workers of one replica, or one spare. Those that Ray
 are what the run still waits for: Ray's autoscaler reads them as demand, and an added node serves
 them. Their number is bounded, so that a large run does not fill Ray's queue; when one is placed the
 next is asked for.
+
+Where workers are to be on one node, seats on what is left of nodes are of no use to a replica. They
+count as spares at most, so that whole nodes are asked for; a group of nothing else is given up
+before anyone is started in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
@@ -42,11 +47,20 @@ class Wanted:
     """Shard x tensor degree."""
     spares: int
     """Workers beyond them."""
+    together: int = 1
+    """How many of a replica's are to be on one node; a divisor of them."""
+    min_replicas: int = 1
+    """So many form whatever nodes their workers are on."""
+
+    @property
+    def slots(self) -> int:
+        """Those of the replicas."""
+        return self.replicas * self.workers_per_replica
 
     @property
     def workers(self) -> int:
         """All of them."""
-        return self.replicas * self.workers_per_replica + self.spares
+        return self.slots + self.spares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +79,8 @@ class GroupView:
     """Bundles whose worker is being started."""
     draining: frozenset[int]
     """Bundles on nodes that Ray drains."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Bundle -> node, of those that have one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +91,8 @@ class PlacementPlan:
     """Groups to remove."""
     ask: tuple[int, ...]
     """Sizes of the groups to ask for."""
+    on_one_node: bool = False
+    """Whether each of these is to be on one node, however long that takes."""
     fill: tuple[Seat, ...]
     """Where to start a worker."""
 
@@ -167,17 +185,29 @@ def plan_placement(wanted: Wanted, groups: Sequence[GroupView], most_pending: in
     lets a smaller piece fit. One with survivors is kept, and Ray finds other places for its lost
     bundles. Workers on draining nodes do not count: their successors are asked for at once.
 
+    Ray packs a group on as few nodes as it can, which may be too many. Where more seats than there
+    are spares lack their like on the node, each piece that is to be on one node is asked for by
+    itself, and waits for a node with room for it.
+
     Args:
         wanted: the workers of the whole run.
         groups: the groups that there are.
         most_pending: groups that may wait for machines at once.
     """
-    kept = [group for group in groups if not _is_hopeless(group)]
-    have = sum(group.size - len(group.draining) for group in kept)
-    waiting = sum(group.state != "placed" for group in kept)
+    there = [group for group in groups if not _is_hopeless(group)]
+    apart = _count_seats(wanted, there).apart
+    kept = _without_useless(wanted, there)
+    have, names = _count_seats(wanted, kept), {group.name for group in kept}
     return PlacementPlan(
-        give_up=tuple(group.name for group in groups if _is_hopeless(group)),
-        ask=plan_group_sizes(wanted, have, most_pending - waiting),
+        give_up=tuple(group.name for group in groups if group.name not in names),
+        ask=plan_group_sizes(
+            wanted,
+            have.slots,
+            most_pending - sum(group.state != "placed" for group in kept),
+            others=have.others,
+            piece=wanted.together if apart else wanted.workers_per_replica,
+        ),
+        on_one_node=apart,
         fill=tuple(
             (group.name, bundle)
             for group in kept
@@ -188,20 +218,75 @@ def plan_placement(wanted: Wanted, groups: Sequence[GroupView], most_pending: in
     )
 
 
-def plan_group_sizes(wanted: Wanted, have: int, most: int) -> tuple[int, ...]:
+def plan_group_sizes(
+    wanted: Wanted, have: int, most: int, *, others: int = 0, piece: int | None = None
+) -> tuple[int, ...]:
     """Sizes of up to `most` groups towards `wanted`: what completes a replica each, then spares.
 
     Args:
         wanted: the workers of the whole run.
         have: workers that are there or on their way.
         most: groups to ask for at most.
+        others: workers beside them that make no replica, and do as spares.
+        piece: what each group completes, where it is not a replica.
     """
     sizes: list[int] = []
-    each = wanted.workers_per_replica
-    while have < wanted.workers and len(sizes) < most:
-        sizes.append(each - have % each if have < wanted.replicas * each else 1)
+    piece = piece or wanted.workers_per_replica
+    while have + others < wanted.workers or have < wanted.slots:
+        if len(sizes) >= most:
+            break
+        sizes.append(piece - have % piece if have < wanted.slots else 1)
         have += sizes[-1]
     return tuple(sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seats:
+    """What seats are good for."""
+
+    slots: int
+    """Replicas can be made of them, as far as the run wants any."""
+    others: int
+    """The rest: spares at most."""
+    apart: bool
+    """Whether these are more than are wanted, as they lack their like on their nodes."""
+    torn: frozenset[str]
+    """Nodes with seats that lack their like there."""
+
+
+def _count_seats(wanted: Wanted, groups: Iterable[GroupView]) -> _Seats:
+    """As membership makes replicas (`Formations`): where a node holds so many as are to be
+    `together`, of such pieces alone, beyond `min_replicas`. Of a group without nodes yet it is
+    hoped that its pieces find one each."""
+    rooms, coming, pieces, together = Counter[str](), 0, 0, wanted.together
+    for group in groups:
+        seats = set(range(group.size)) - group.draining
+        placed = [group.nodes[seat] for seat in seats if seat in group.nodes]
+        rooms.update(placed)
+        coming += len(seats) - len(placed)
+        pieces += (len(seats) - len(placed)) // together
+    there = sum(rooms.values()) + coming
+    useful = there
+    if max(rooms.values(), default=0) >= together:
+        whole = (sum(room // together for room in rooms.values()) + pieces) * together
+        useful = max(whole, min(there, wanted.min_replicas * wanted.workers_per_replica))
+    slots = min(useful, wanted.slots)
+    torn = frozenset(node for node, room in rooms.items() if room % together)
+    apart = bool(torn) and there - slots > wanted.spares
+    return _Seats(slots=slots, others=there - slots, apart=apart, torn=torn)
+
+
+def _without_useless(wanted: Wanted, groups: Sequence[GroupView]) -> list[GroupView]:
+    """The groups without those in which nobody is, and of which no replica could be made."""
+    kept, have = list(groups), _count_seats(wanted, groups)
+    for group in sorted(groups, key=lambda each: -each.size) if have.apart else ():
+        empty = group.state == "placed" and not group.living | group.starting
+        if have.apart and empty and not have.torn.isdisjoint(group.nodes.values()):
+            others = [other for other in kept if other is not group]
+            left = _count_seats(wanted, others)
+            if left.slots == have.slots:
+                kept, have = others, left
+    return kept
 
 
 def _is_hopeless(group: GroupView) -> bool:

@@ -298,7 +298,7 @@ class ElasticWorkerGroup(WorkerGroup):
         for name in plan.give_up:
             self._groups.remove(name)
         for size in plan.ask:
-            self._groups.ask(size)
+            self._groups.ask(size, on_one_node=plan.on_one_node)
         now_s = time.monotonic()
         for seat in plan.fill:
             if self._pauses.over(seat, now_s):
@@ -318,6 +318,7 @@ class ElasticWorkerGroup(WorkerGroup):
             living=frozenset(living),
             starting=frozenset(bundle for group, bundle in self._starting if group == name),
             draining=frozenset(bundle for bundle, node in nodes.items() if node in draining),
+            nodes=nodes if state == "placed" else living,
         )
 
     def _set_workers(self, workers: list[SeatedWorker]) -> None:

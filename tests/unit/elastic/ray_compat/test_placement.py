@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ WANTED = Wanted(replicas=2, workers_per_replica=4, spares=1)
 ALL = {0, 1, 2, 3}
 
 
-def group(name: str, size: int = 4, **facts: Any) -> GroupView:
+def group(name: str, size: int = 4, nodes: str = "", **facts: Any) -> GroupView:
+    """`nodes`: a letter for each of its bundles."""
     bundles = {key: frozenset(facts.pop(key, ())) for key in ("living", "starting", "draining")}
-    return GroupView(name=name, size=size, state=facts.pop("state", "placed"), **bundles)
+    state, known = facts.pop("state", "placed"), dict(enumerate(nodes))
+    return GroupView(name=name, size=len(nodes) or size, state=state, nodes=known, **bundles)
 
 
 def plan(*groups: GroupView, most: int = 8) -> PlacementPlan:
@@ -88,20 +91,85 @@ def test_successors_of_draining_workers_are_asked_for_before_they_are_gone() -> 
     assert plan(half, *others) == PlacementPlan(give_up=(), ask=(1, 1), fill=())
 
 
-VIEWS = st.lists(
-    st.builds(
-        lambda n, state, *bundles: group(
-            str(n), state=state, living=bundles[0], starting=bundles[1], draining=bundles[2]
+TOGETHER = replace(WANTED, together=4)
+"""Of nodes A, B, ... with room for at most 8 of these."""
+
+
+def living(name: str, nodes: str) -> GroupView:
+    return group(name, nodes=nodes, living=range(len(nodes)))
+
+
+def test_workers_on_pieces_of_nodes_are_spares_and_whole_nodes_are_asked_for() -> None:
+    """They would be counted as a replica otherwise, and be idle for ever."""
+    started = living("a", "AAAA"), living("b", "BBBC")
+    assert plan_placement(TOGETHER, started, 8) == PlacementPlan(
+        give_up=(), ask=(4,), on_one_node=True, fill=()
+    )
+    asked = group("new", state="pending")
+    assert plan_placement(TOGETHER, [*started, asked], 8).ask == ()
+    here = living("new", "DDDD")
+    assert plan_placement(TOGETHER, [*started, here], 8).ask == (), "the others do as spares"
+    several = replace(TOGETHER, spares=5)
+    assert plan_placement(several, started, 8).ask == (4, 1)
+    assert plan_placement(several, started, 8).on_one_node is False, "there may be room for it"
+    assert plan_placement(replace(TOGETHER, min_replicas=2), started, 8).ask == (1,)
+    assert plan_placement(WANTED, started, 8).ask == (1,)
+    none_holds_one = living("a", "AABB"), living("b", "CCCD")
+    assert plan_placement(TOGETHER, none_holds_one, 8).ask == (1,)
+
+
+def test_pieces_of_several_groups_on_a_node_are_whole_together() -> None:
+    assert plan_placement(TOGETHER, [living("a", "AAAB"), living("b", "BBBA")], 8).ask == (1,)
+
+
+def test_a_group_that_is_placed_on_pieces_of_nodes_is_given_back_before_anyone_starts_there() -> (
+    None
+):
+    first = living("a", "AAAA")
+    packed = group("b", nodes="BBCC")
+    assert plan_placement(TOGETHER, [first, packed], 8) == PlacementPlan(
+        give_up=("b",), ask=(4, 1), on_one_node=True, fill=()
+    )
+    begun = group("b", nodes="BBCC", starting={0, 1, 2, 3})
+    assert plan_placement(TOGETHER, [first, begun], 8).give_up == ()
+    needed = replace(TOGETHER, min_replicas=2)
+    assert len(plan_placement(needed, [first, packed], 8).fill) == 4
+    completing = group("b", nodes="BBBA"), living("a", "AAAB")
+    assert len(plan_placement(TOGETHER, completing, 8).fill) == 4
+    spare = group("s", nodes="A")
+    assert plan_placement(TOGETHER, [first, spare], 8).fill == (("s", 0),)
+    assert plan_placement(TOGETHER, [first, spare, packed], 8).give_up == ("b",)
+
+
+def test_each_piece_of_a_replica_on_several_nodes_is_asked_for_by_itself() -> None:
+    wanted = Wanted(replicas=2, workers_per_replica=8, spares=0, together=4)
+    there = living("a", "AAAABBBB"), living("b", "CCDDEEEF")
+    assert plan_placement(wanted, there, 8).ask == (4, 4)
+    half = living("b", "CCCCDEEF")
+    assert plan_placement(wanted, [there[0], half], 8).ask == (4,)
+
+
+def views(places: st.SearchStrategy[str]) -> st.SearchStrategy[list[GroupView]]:
+    return st.lists(
+        st.builds(
+            lambda n, state, nodes, *bundles: group(
+                str(n),
+                state=state,
+                nodes=nodes if state == "placed" else "",
+                living=bundles[0],
+                starting=bundles[1],
+                draining=bundles[2],
+            ),
+            st.uuids(),
+            st.sampled_from(["pending", "placed", "lost"]),
+            places,
+            *[st.sets(st.integers(0, 3))] * 3,
         ),
-        st.uuids(),
-        st.sampled_from(["pending", "placed", "lost"]),
-        *[st.sets(st.integers(0, 3))] * 3,
-    ),
-    max_size=4,
-)
+        max_size=4,
+    )
 
 
-@given(groups=VIEWS, most=st.integers(0, 3))
+@given(groups=views(st.just("")), most=st.integers(0, 3))
 def test_carrying_out_a_plan_leaves_nothing_to_ask_but_what_the_bound_withholds(
     groups: list[GroupView], most: int
 ) -> None:
@@ -113,6 +181,28 @@ def test_carrying_out_a_plan_leaves_nothing_to_ask_but_what_the_bound_withholds(
     assert len(asked) <= max(0, most - waiting)
     have = sum(view.size - len(view.draining) for view in [*kept, *asked])
     assert have >= WANTED.workers or waiting + len(asked) >= most
+
+
+@given(
+    groups=views(st.text("ABC", min_size=4, max_size=4)),
+    together=st.sampled_from([2, 4]),
+    least=st.integers(1, 2),
+)
+def test_whatever_pieces_there_are_whole_nodes_end_it(
+    groups: list[GroupView], together: int, least: int
+) -> None:
+    """What is asked for is placed on nodes of its own, and nothing is asked for or given up again
+    and again."""
+    wanted = replace(WANTED, together=together, min_replicas=least)
+    for turn in range(6):
+        plan = plan_placement(wanted, groups, 8)
+        there = [view for view in groups if view.name not in plan.give_up]
+        asked = [
+            living(f"{turn}/{i}", chr(ord("a") + 4 * turn + i) * size)
+            for i, size in enumerate(plan.ask)
+        ]
+        groups = [*there, *asked]
+    assert (plan.ask, plan.give_up) == ((), ())
 
 
 def test_workers_that_never_get_going_are_counted_and_others_are_not() -> None:
