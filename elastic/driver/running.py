@@ -140,8 +140,9 @@ def check_same(
                     f"{name}.{field.name}",
                     value,
                     f"a run of this name is going on, with {before!r}",
-                    f"Use {before!r} to attach to it, end it with `elastic stop {job.paths.root}`, "
-                    f"or use another run_config.name",
+                    f"Use {before!r} to attach to it, or `elastic attach {job.paths.root}`, which "
+                    f"asks for no settings; end it with `elastic stop {job.paths.root}`, or use "
+                    f"another run_config.name",
                 )
 
 

@@ -92,5 +92,6 @@ def test_another_number_or_class_does_not(
 def test_other_settings_of_ours_are_told_by_name(tmp_path: Path, other: dict[str, Any]) -> None:
     train = config(program())
     (name,) = other
-    with pytest.raises(ConfigError, match=f"train.{name} = .*going on, with"):
+    there = rf"elastic attach {tmp_path}/run`, which asks for no settings"
+    with pytest.raises(ConfigError, match=f"train.{name} = .*going on, with.*{there}"):
         attaches(going_on(tmp_path, train), replace(train, **other))
