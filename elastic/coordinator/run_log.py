@@ -344,11 +344,13 @@ def _is_cut_off(regrouped: Regrouped, every_steps: int | None) -> bool:
 
 
 def _below_minimum(now: float, membership: Membership, missing: int) -> events.BelowMinimum:
-    config = membership.config
+    config, places = membership.config, membership.places
+    idle = sum(worker in membership.waiting and not places.of(worker) for worker in places.retired)
+    besides = f"; {idle} more are here and get no place: their machines are at fault, or will go"
     return events.BelowMinimum(
         time=now,
-        alive=membership.places.whole,
+        alive=places.whole,
         needed=config.min_replicas,
         missing=f"{missing} workers (a replica has {config.workers_per_replica}); add machines or "
-        f"lower scaling.min_replicas",
+        f"lower scaling.min_replicas{besides if idle else ''}",
     )

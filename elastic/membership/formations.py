@@ -47,6 +47,7 @@ class Formations:
         self.begun = 0
         """Replicas that ever began to form."""
         self._start_workers = config.start_workers
+        self._patient = True
         self._broken: list[Replica] = []
         self._repairs: set[int] = set()
         self._reassembled = False
@@ -171,6 +172,13 @@ class Formations:
         """The first replicas begin with the workers that are here, if there are `min_replicas` of
         them; those that come later become more."""
         self.expect(self._config.min_replicas * self._config.workers_per_replica)
+        self._patient = False
+
+    @property
+    def awaits_start(self) -> bool:
+        """Whether the first replicas wait for workers that should be on their way. Those that will
+        get no place are none of them."""
+        return self.begun == 0 and self._patient and len(self._places.idle) < self._start_workers
 
     def from_pool(self) -> tuple[Replica, ...]:
         """Forms the replicas that there is room and workers for."""

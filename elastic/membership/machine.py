@@ -474,7 +474,7 @@ class Membership:
                 self._build(self.formations.repair_here(), effects, keep=True)
             here = len(places.idle) + whole * self.config.workers_per_replica
             needed = self.config.min_replicas * self.config.workers_per_replica
-            effects.short_of = 0 if self.formations.begun == 0 else max(0, needed - here)
+            effects.short_of = 0 if self.formations.awaits_start else max(0, needed - here)
             return
         least, most = self.config.min_replicas, self.config.max_replicas
         leaving = plan_departures(places, self.heals, least, most)

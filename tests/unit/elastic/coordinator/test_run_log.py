@@ -234,6 +234,31 @@ def test_the_wait_for_workers_comes_after_the_last_has_let_go(
     assert desk.regroups() == [("regroup_called", 101.0, 2), ("regroup_gathered", 101.25, 2)]
 
 
+def test_the_start_tells_what_it_lacks_where_a_machine_is_no_good(
+    tmp_path: Path, clock: list[Desk]
+) -> None:
+    desk = desk_of(clock, tmp_path, replicas=1, each=3)
+
+    async def play() -> None:
+        await desk.join("w0")
+        await desk.join("w1")
+        for worker in ("w1", "w2"):  # as the preflight of their machine has it
+            desk.membership.drain(worker)
+        await desk.dispatcher.advance()
+        await desk.join("w3")
+        await desk.join("w4")
+
+    asyncio.run(play())
+    told = [e for e in read_events(desk.paths.events) if isinstance(e, events.BelowMinimum)]
+    assert [(e.alive, e.needed, e.missing[:9]) for e in told] == [
+        (0, 1, "2 workers"),
+        (0, 1, "1 workers"),
+    ]
+    assert told[0].missing.endswith(
+        "; 1 more are here and get no place: their machines are at fault, or will go"
+    )
+
+
 def test_a_run_that_ends_gathers_nobody(tmp_path: Path, clock: list[Desk]) -> None:
     desk = desk_of(clock, tmp_path, replicas=2)
 

@@ -305,8 +305,25 @@ def test_the_start_waits_no_longer_than_it_must(here: int, formed: int) -> None:
     group = Group(replicas=4, each=2, least=2)
     for rank in range(here):
         group.join(f"w{rank}")
+        assert group.advance().short_of == 0, "others may come"
     group.membership.formations.wait_no_longer()
-    assert len(group.advance().formed) == formed
+    effects = group.advance()
+    assert (len(effects.formed), effects.short_of) == (formed, max(0, 4 - here))
+
+
+def test_the_start_says_how_many_it_lacks_where_machines_are_no_good() -> None:
+    group = Group(replicas=2, each=4, least=1)
+    group.nodes = {f"b{rank}": "B" for rank in range(2, 8)}
+    for worker in ("a0", "a1"):
+        assert group.join(worker).short_of == 0
+    for rank in range(2, 7):
+        group.membership.drain(f"b{rank}")
+        assert group.join(f"b{rank}").short_of == 0, "one more may come"
+    group.membership.drain("b7")
+    assert group.join("b7").short_of == 2, "those that get no place do not count"
+    assert group.join("c8").short_of == 1
+    effects = group.join("d9")
+    assert effects.short_of == 0 and len(effects.formed) == 1
 
 
 def test_a_continued_run_starts_at_its_checkpoint_in_a_new_generation() -> None:
