@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -30,6 +31,8 @@ SCHEMA = 3
 
 _MOST_BYTES = 1 << 62
 """Of a tensor, so that no sum of places overflows."""
+
+_OTHER_VERSION = "Read it with the version that wrote it"
 
 _SEAL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES = len(b',"sha256":""}') + 64
@@ -198,21 +201,27 @@ class Manifest:
 
         Raises:
             CorruptError: not a manifest, of an unknown schema, changed since it was written, or
-                written wrong: what it says does not fit together.
+                written wrong or by a later version: what it says does not fit together.
         """
         body = _parse(raw, key)
         if body["schema"] not in _READERS:
             known = " and ".join(map(str, _READERS))
-            raise CorruptError(key, f"schema {body['schema']!r}; this version knows {known} only")
-        seal = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
-        if not seal or hashlib.sha256(raw[:-_SEAL_BYTES]).hexdigest() != seal[1].decode():
+            raise CorruptError(
+                key,
+                f"schema {body['schema']!r}; this version knows {known} only. {_OTHER_VERSION}",
+            )
+        if not _is_sealed(raw):
             raise CorruptError(
                 key, "the manifest has changed since it was written (sha256 differs)"
             )
         try:
             return _from_body(body, hashlib.sha256(raw).hexdigest())
         except (LookupError, TypeError, ValueError, ArithmeticError, SliceError) as error:
-            fact = f"a manifest that was written wrong ({type(error).__name__}: {error})"
+            fact = (
+                f"a manifest of schema {body['schema']} that was written wrong, or by a later "
+                f"version ({type(error).__name__}: {error}); it names "
+                f"{reprlib.repr(body.get('versions'))}. {_OTHER_VERSION}"
+            )
             raise CorruptError(key, fact) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -220,16 +229,21 @@ class Manifest:
 
 
 def is_sound(raw: bytes) -> bool:
-    """Whether a record is whole: a manifest, or one of a schema that this version does not know."""
-    try:
-        Manifest.from_bytes(raw, "")
+    """Whether a record is whole, though this version may not read it: nothing of it has changed
+    since it was sealed, or it is of a schema that this version does not know, nor its seal."""
+    if _is_sealed(raw):
         return True
-    except CorruptError:
-        pass
     try:
         return _parse(raw, "")["schema"] not in _READERS
     except CorruptError:
         return False
+
+
+def _is_sealed(raw: bytes) -> bool:
+    seal = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
+    if seal is None:
+        return False
+    return hashlib.sha256(raw[:-_SEAL_BYTES]).hexdigest() == seal[1].decode()
 
 
 def _parse(raw: bytes, key: str) -> dict[str, Any]:

@@ -413,9 +413,10 @@ def set_others_aside(
     """Moves commit records out of the way that the run does not go on from.
 
     Those of another run, model or version go wherever they stand, so that retention neither counts
-    nor deletes them; nothing of them is lost. Damaged ones go where they stand after the newest of
-    its own: their steps are done again; and so do those that the run went back for, where whoever
-    had to set them aside had no time for it. Retention deletes both.
+    nor deletes them; nothing of them is lost. What has its seal is one of them, and not damaged,
+    also where this version does not know what it says. Damaged ones go where they stand after the
+    newest of its own: their steps are done again; and so do those that the run went back for, where
+    whoever had to set them aside had no time for it. Retention deletes both.
 
     Args:
         paths: where they are.

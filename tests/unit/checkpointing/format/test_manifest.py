@@ -132,6 +132,7 @@ def test_a_sealed_record_that_is_malformed_is_corrupt_and_passed_over(
     change(body)
     with pytest.raises(CorruptError):
         Manifest.from_bytes(seal(body), "k")
+    assert is_sound(seal(body)), "it may be a later version that wrote it"
     store.put(later, [seal(body)])
     (finding,) = verify_checkpoint(store, KEYS, STEP + 1).findings
     assert (finding.key, finding.check) == (later, "manifest")
@@ -179,6 +180,16 @@ def test_what_is_no_record_is_corrupt(raw: bytes) -> None:
     with pytest.raises(CorruptError, match="not a manifest"):
         Manifest.from_bytes(raw, "k")
     assert not is_sound(raw)
+
+
+def test_a_record_of_a_later_version_is_whole_though_it_cannot_be_read(store: LocalStore) -> None:
+    raw = store.get(KEYS.commit(STEP))
+    later = raw.replace(b'"float32"', b'"float99"')
+    assert is_sound(raw) and not is_sound(later), "its seal is of other bytes"
+    said = r"of schema 3 that was written wrong, or by a later version \(KeyError: 'float99'\); "
+    with pytest.raises(CorruptError, match=rf"{said}it names \{{.*\}}\. Read it with the version"):
+        Manifest.from_bytes(seal(unsealed(later)), "k")
+    assert is_sound(seal(unsealed(later)))
 
 
 def test_checkpoints_of_the_version_before_are_read(tmp_path: Path) -> None:
