@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from checkpointing import Keys, newest, open_store
@@ -21,6 +22,8 @@ from elastic.coordinator.agents import START_S
 from elastic.protocol import events
 from elastic.protocol.events import Event
 from elastic.providers.ec2_spot import METADATA_VARIABLE
+from elastic.ray_compat.groups import PlacementGroups
+from elastic.ray_compat.placement import GroupView, Wanted, plan_placement
 from elastic.reporting.event_log import read_events, read_steps
 from tests.support import ROOT
 from tests.support.autoscaling import AutoscaledCluster, autoscaled_cluster
@@ -28,7 +31,7 @@ from tests.support.draining import announce_drain
 from tests.support.fakes.metadata import serve_metadata
 from tests.support.gated_run import saved_weights
 from tests.support.growing_run import STEPS
-from tests.support.watching import actor_beside
+from tests.support.watching import actor_beside, wait_until
 
 PROGRAM = ROOT / "tests/support/growing_run.py"
 SOAK = pytest.mark.soak
@@ -336,6 +339,54 @@ def test_a_replica_on_two_machines_moves_to_one(machines: Cluster, start_run: St
     rosters = [e for e in run.events() if isinstance(e, events.RegroupDone)]
     assert not any(e.repeated_steps or e.lost_steps for e in rosters)
     assert [sorted(e.lanes) for e in rosters] == [["0"], ["0", "1"], ["0"]]
+
+
+@SOAK
+def test_a_whole_machine_is_asked_for_where_only_pieces_are_free(machines: Cluster) -> None:
+    """Nobody is started on the pieces, and none is held."""
+    for cpus in (2, 1, 1):
+        machines.add_node(num_cpus=cpus)
+    wanted = Wanted(replicas=2, workers_per_replica=2, spares=0, together=2)
+    asked: list[tuple[tuple[int, ...], bool]] = []
+    ray.init(address=machines.address, log_to_driver=False)
+    groups = PlacementGroups("pieces/", {"CPU": 1})
+
+    def place() -> list[set[str]]:
+        """One turn of the controller. Returns the nodes of each group that is placed."""
+        views = []
+        for name, size in groups:
+            state, nodes = groups.look(name)
+            none: frozenset[int] = frozenset()
+            views.append(
+                GroupView(
+                    name=name,
+                    size=size,
+                    state=state,
+                    living=none,
+                    starting=none,
+                    draining=none,
+                    nodes=nodes if state == "placed" else {},
+                )
+            )
+        plan = plan_placement(wanted, views, 8)
+        for name in plan.give_up:
+            groups.remove(name)
+        for size in plan.ask:
+            groups.ask(size, on_one_node=plan.on_one_node)
+        if plan.ask:
+            asked.append((plan.ask, plan.on_one_node))
+        return [set(view.nodes.values()) for view in views if view.state == "placed"]
+
+    try:
+        wait_until(lambda: place() and len(asked) == 2)
+        assert asked == [((2, 2), False), ((2,), True)]
+        assert [len(nodes) for nodes in place()] == [1]
+        whole = machines.add_node(num_cpus=2)
+        wait_until(lambda: {whole.node_id} in place())
+        assert len(asked) == 2
+    finally:
+        groups.shutdown()
+        ray.shutdown()
 
 
 @pytest.fixture

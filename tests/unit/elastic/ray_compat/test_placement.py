@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -188,17 +189,25 @@ def test_carrying_out_a_plan_leaves_nothing_to_ask_but_what_the_bound_withholds(
     together=st.sampled_from([2, 4]),
     least=st.integers(1, 2),
 )
-def test_whatever_pieces_there_are_whole_nodes_end_it(
+def test_whatever_pieces_there_are_nothing_is_asked_for_again_and_again(
     groups: list[GroupView], together: int, least: int
 ) -> None:
-    """What is asked for is placed on nodes of its own, and nothing is asked for or given up again
-    and again."""
+    """Though Ray finds a node of its own for a group only where it has to."""
     wanted = replace(WANTED, together=together, min_replicas=least)
-    for turn in range(6):
+    nodes = map(chr, itertools.count(ord("a")))
+    for turn in range(8):
         plan = plan_placement(wanted, groups, 8)
-        there = [view for view in groups if view.name not in plan.give_up]
+        there = [
+            replace(
+                view, living=view.living | {seat for name, seat in plan.fill if name == view.name}
+            )
+            for view in groups
+            if view.name not in plan.give_up
+        ]
         asked = [
-            living(f"{turn}/{i}", chr(ord("a") + 4 * turn + i) * size)
+            group(f"{turn}/{i}", nodes=next(nodes) * size)
+            if plan.on_one_node
+            else group(f"{turn}/{i}", nodes="".join(itertools.islice(nodes, size)))
             for i, size in enumerate(plan.ask)
         ]
         groups = [*there, *asked]
