@@ -383,7 +383,7 @@ class Coordinator(CoordinatorApi):
         self._preflight.replay(happened)
         self._membership.skips += replayed.skips
         self._corruption.replay(happened)
-        _once_answered(lambda: self._training.go_on_from(replayed.recorded))
+        _once_answered(lambda: self._training.replay(replayed))
         if self._standstill is not None:
             steps = self.config.paths.steps
             latest = _once_answered(lambda: recent_steps(steps, replayed.recorded, STEPS))

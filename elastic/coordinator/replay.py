@@ -71,7 +71,8 @@ class Replay:
     going_back: int | None
     """Step that it was going back to, where no roster has stood since."""
     troubles: tuple[events.TrainingTrouble, ...]
-    """What was found of the training, and is to be acted on still."""
+    """What was found of the training, and not gone back behind since; none where the end is
+    decided. What is more than a warning is to be acted on still."""
 
 
 def replay(paths: RunPaths, happened: Sequence[events.Event], start_step: int) -> Replay:
@@ -182,7 +183,7 @@ def _troubles(happened: Sequence[events.Event]) -> tuple[events.TrainingTrouble,
     """See `Replay.troubles`. What the run goes back behind, for whatever reason, is found again."""
     found: list[events.TrainingTrouble] = []
     for event in happened:
-        if isinstance(event, events.TrainingTrouble) and event.action != "warn":
+        if isinstance(event, events.TrainingTrouble):
             found.append(event)
         elif isinstance(event, events.EndDecided | events.RunEnded):
             found = []

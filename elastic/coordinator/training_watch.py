@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from elastic.coordinator.dispatcher import Dispatcher
 from elastic.coordinator.receipts import Receipts
+from elastic.coordinator.replay import Replay
 from elastic.coordinator.retreat import Retreat
 from elastic.coordinator.run_log import RunLog
 from elastic.membership.machine import Membership
@@ -20,8 +21,12 @@ from elastic.protocol import events
 from elastic.protocol.causes import USER_ERROR
 from elastic.reporting.event_log import recent_steps
 from elastic.training_config import Action, TrainingHealthConfig
-from health.training import Finding, StepFacts, find_trouble
+from health.training import Finding, Limits, StepFacts, find_trouble
 from trainer.loop.samples import Skip
+
+_MOST_UNTOLD = 1000
+"""Steps whose findings may be missing from the records: as many as a worker reports in one call.
+None of a later one is taken before those are told."""
 
 
 class TrainingWatch:
@@ -54,13 +59,29 @@ class TrainingWatch:
         self._history: list[StepFacts] = []
         self._goes_back = False
         """What is recorded until then will be done again."""
+        self._untold: list[Finding] = []
+        """What a coordinator before this one would have told next."""
         records.followers.append(self._hear)
 
     def go_on_from(self, step: int) -> None:
         """So many steps are recorded: at the start, and after a restore. Reads some of them."""
-        steps = recent_steps(self._records.steps_path, step, self._limits.history_steps)
-        self._history, self._goes_back = [_facts(record) for record in steps], False
+        self._read(step, self._limits.history_steps)
         self._keep(step)
+
+    def _read(self, step: int, count: int) -> list[events.StepRecord]:
+        steps = recent_steps(self._records.steps_path, step, count)
+        history = steps[-self._limits.history_steps :]
+        self._history, self._goes_back = [_facts(record) for record in history], False
+        return steps
+
+    def replay(self, replayed: Replay) -> None:
+        """As `go_on_from`, in the middle of the run. A step may be in the records, and what it
+        shows not: the coordinator was lost between the two lines, or its machine with one of
+        them."""
+        count = self._limits.history_steps + _MOST_UNTOLD
+        steps = self._read(replayed.recorded, count)
+        self._untold = find_untold(steps, self._limits, replayed)
+        self._keep(min((found.last for found in self._untold), default=replayed.recorded))
 
     def _keep(self, recorded: int) -> None:
         """The first step of a finding that is still to come may be so far back, and by the time
@@ -85,12 +106,16 @@ class TrainingWatch:
                 self._keep(record.step + 1)
 
     def take_up(self, troubles: Sequence[events.TrainingTrouble]) -> None:
-        """Does what is due by the records, and a coordinator before this one had no time for. To be
-        called when the run is known."""
+        """Does what is due by the records, and a coordinator before this one had no time for; then
+        tells what it did not tell. To be called when the run is known."""
         for trouble in troubles:
-            if not self._goes_back:
+            if trouble.action != "warn" and not self._goes_back:
                 self._keep(trouble.last)
                 self._act(trouble)
+        for finding in self._untold:
+            going_back = self._goes_back or self._membership.progress.going_back
+            if self._membership.stopped is None and not going_back:
+                self._meet(finding)
 
     def _action(self, finding: Finding) -> Action:
         config = self._config
@@ -141,6 +166,26 @@ class TrainingWatch:
         self._goes_back = True
         skip = Skip(first, config.skip_steps)
         self._dispatcher.spawn(self._retreat.go_back(at_most=first, reason=error, skip=skip))
+
+
+def find_untold(
+    steps: Sequence[events.StepRecord], limits: Limits, replayed: Replay
+) -> list[Finding]:
+    """What some steps show, and the records do not tell. Of steps that were done since the run
+    began, or went back, alone: before it was held against other limits, or is void.
+
+    Args:
+        steps: the last `limits.history_steps` and `_MOST_UNTOLD` that count; fewer where there are.
+        limits: what is put up with.
+        replayed: what the records say.
+    """
+    told = {(trouble.trouble, trouble.last) for trouble in replayed.troubles}
+    facts, found = [_facts(record) for record in steps], list[Finding]()
+    for end, record in list(enumerate(steps, 1))[-_MOST_UNTOLD:]:
+        if 0 < replayed.restored <= record.generation:
+            history = facts[max(0, end - limits.history_steps) : end]
+            found += [f for f in find_trouble(history, limits) if (f.kind, f.last) not in told]
+    return found
 
 
 def _facts(record: events.StepRecord) -> StepFacts:

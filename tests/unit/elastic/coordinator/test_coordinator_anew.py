@@ -42,6 +42,7 @@ from elastic.protocol.run_identity import RunIdentity, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.kept import keep_stop
 from elastic.reporting.event_log import EventLog, events_to_go_on_from, read_events
+from elastic.training_config import Action, TrainingHealthConfig
 from tests.support.coordinator_desk import CoordinatorDesk
 from tests.support.kept_in_memory import KeptInMemory
 from tests.support.tiny_checkpoint import NUMBERS
@@ -64,7 +65,14 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CoordinatorConfig
     return config
 
 
-def write(config: CoordinatorConfig, *happened: events.Event, steps: int = 0) -> None:
+def write(
+    config: CoordinatorConfig,
+    *happened: events.Event,
+    steps: int = 0,
+    high: Sequence[int] = (),
+    generation: int = 1,
+) -> None:
+    """The records of so many steps, of which some have a `high` loss."""
     with EventLog(config.paths.events) as log:
         for event in happened:
             log.append(event)
@@ -73,12 +81,12 @@ def write(config: CoordinatorConfig, *happened: events.Event, steps: int = 0) ->
             log.append(
                 events.StepRecord(
                     step=step,
-                    loss=1.0,
+                    loss=9.0 if step in high else 1.0,
                     grad_norm=1.0,
                     lr=0.1,
                     tokens=8,
                     time=3.0,
-                    generation=1,
+                    generation=generation,
                     replicas=3,
                     sample_digests=[1],
                 )
@@ -473,6 +481,66 @@ def test_what_one_before_it_found_of_the_training_and_had_no_time_for_is_done(
         assert stop is None and back == [(0, [2, config.health.training.skip_steps])]
     else:
         assert stop is not None and "step 3: it is high" in str(stop.error) and not back
+
+
+SPIKE = [10, 11]
+"""Steps whose loss is high, where two in a row are a finding."""
+
+
+def watching(config: CoordinatorConfig, action: Action) -> CoordinatorConfig:
+    training = TrainingHealthConfig(window_steps=8, spike_steps=2, on_loss_spike=action)
+    return replace(config, health=replace(config.health, training=training))
+
+
+@pytest.mark.parametrize("action", ["warn", "skip_data", "stop"])
+def test_what_a_step_shows_that_is_recorded_is_told_where_one_before_it_did_not(
+    config: CoordinatorConfig, action: Action
+) -> None:
+    """It was killed between the line of the step and that of the finding: nobody sends the step
+    again. It is told once, however many coordinators follow."""
+    config = watching(config, action)
+    write(config, config.started, BEGUN, steps=13, high=SPIKE)
+
+    async def go_on() -> Stop | None:
+        coordinator = Coordinator(config)
+        await coordinator.known()
+        membership, retreat = coordinator._membership, coordinator._retreat
+        acts = {"warn": lambda: True, "stop": lambda: membership.stopped is not None}
+        due = acts.get(action, lambda: membership.progress.going_back)
+        while not due() or retreat._going:
+            await asyncio.sleep(0.001)
+        return await coordinator.verdict()
+
+    stops = [asyncio.run(asyncio.wait_for(go_on(), 10.0)) for _ in range(2)]
+    happened = read_events(config.paths.events)
+    told = [
+        (e.trouble, e.first, e.last, e.action)
+        for e in happened
+        if isinstance(e, events.TrainingTrouble)
+    ]
+    assert told == [("loss_spike", 10, 11, action)]
+    back = [(e.step, e.skip) for e in happened if isinstance(e, events.WentBack)]
+    skip_steps = config.health.training.skip_steps
+    assert back == ([(0, [10, skip_steps])] if action == "skip_data" else [])
+    assert all(
+        (stop is not None and "step 11: the loss" in str(stop.error)) == (action == "stop")
+        for stop in stops
+    )
+
+
+def test_what_steps_of_an_earlier_start_show_is_not_told(config: CoordinatorConfig) -> None:
+    """They were held against the settings of that one."""
+    config = watching(config, "stop")
+    config = replace(config, started=replace(config.started, start_step=13), restore_step=13)
+    write(config, config.started, replace(BEGUN, step=13, generation=2), steps=13, high=SPIKE)
+
+    async def go_on() -> None:
+        coordinator = Coordinator(config)
+        await coordinator.known()
+        await coordinator.end("interrupted", None)
+
+    asyncio.run(asyncio.wait_for(go_on(), 10.0))
+    assert "training_trouble" not in kinds(read_events(config.paths.events))
 
 
 def test_what_has_happened_is_read_and_not_held(

@@ -156,7 +156,7 @@ SKIP = trouble(5, "skip_data")
     ("since", "open_still"),
     [
         ([], [SKIP]),
-        ([trouble(5, "warn"), regrouped(4.0, 2, 6, "repeat")], [SKIP]),
+        ([trouble(5, "warn"), regrouped(4.0, 2, 6, "repeat")], [SKIP, trouble(5, "warn")]),
         ([trouble(6, "stop")], [SKIP, trouble(6, "stop")]),
         ([went_back(4)], []),
         ([regrouped(4.0, 2, 5, "restore")], []),
