@@ -42,22 +42,32 @@ class SideBuild:
         """The engine, once it is there."""
         self._build, self._done, self._failed = build, done, failed
         self._show, self._after = show, after
-        self._given_up = threading.Event()
+        self._given_up, self._kept = threading.Event(), False
+        self._deciding = threading.Lock()
+        """Held while it is decided who lets go of the engine: the thread, or, once it is `_kept`,
+        whoever gives it up."""
         self._thread = threading.Thread(target=self._run, name="side-build", daemon=True)
         self._thread.start()
 
     def give_up(self) -> None:
         """Its thread leaves off as soon as it can, and lets go of what there is then; nobody's step
         waits for that."""
-        self._given_up.set()
-        if self.engine is not None:  # the thread may have ended before: it lets go of nothing
-            self.close()
+        with self._deciding:
+            self._given_up.set()
+            kept, self._kept = self._kept, False
+        if kept:  # the thread may have ended, or wait for the coordinator
+            self._let_go()
 
     def close(self) -> None:
-        """Gives it up, and waits until nothing of it is left."""
-        self._given_up.set()
+        """Gives it up, and waits until nothing of it is left: as long as what it builds takes."""
+        self.give_up()
         self._thread.join()
-        self._let_go()
+
+    def _keep(self) -> bool:
+        """Whether what was built is still wanted."""
+        with self._deciding:
+            self._kept = not self._given_up.is_set()
+            return self._kept
 
     def _let_go(self) -> None:
         self.engine = None
@@ -66,7 +76,7 @@ class SideBuild:
     def _run(self) -> None:
         try:
             failure = self._try()
-            if failure is None and not self._given_up.is_set():
+            if failure is None and self._keep():
                 self._done()
                 return
             self._let_go()  # no frame holds the group any more

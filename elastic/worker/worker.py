@@ -296,8 +296,9 @@ class Worker:
 
     def leave_replica(self) -> None:
         """Lets go of the replica's model and process group. The state stays, while there is any: it
-        may be the last copy."""
-        self.close_beside()
+        may be the last copy. What is built beside the steps is given up, and not waited for: it may
+        read from storage that hangs, and all others wait for this worker."""
+        self.give_up_beside()
         if self.engine is not None and self.built:
             self.engine.let_go_of_model()
         if self.progress is None:
@@ -305,18 +306,25 @@ class Worker:
         self.sums, self.link.injection.engine = None, self.engine
         self.built, self.finished = 0, False
         gc.collect()
-        leave_replica_group()
+        if self.given_up is None:  # else a group, where there is one, is its thread's, which leaves
+            leave_replica_group()
         if self.job.scaling.device == "cuda" and torch.cuda.mem_get_info()[0] < COMMUNICATOR_BYTES:
             # NCCL, which comes next, has its memory from elsewhere. It waits for the device.
             torch.cuda.empty_cache()
 
+    def give_up_beside(self) -> None:
+        """Gives up what is built beside the steps; its thread comes to its end by itself."""
+        if self.beside is not None:
+            self.beside.give_up()
+            self.beside, self.given_up = None, self.beside
+
     def close_beside(self) -> None:
         """Gives up what is built beside the steps, and waits until nothing is left of it, and of
         what was given up before."""
-        for build in (self.beside, self.given_up):
-            if build is not None:
-                build.close()
-        self.beside = self.given_up = None
+        self.give_up_beside()
+        if self.given_up is not None:
+            self.given_up.close()
+        self.given_up = None
 
     def drop(self) -> None:
         """Lets go of everything."""
@@ -327,6 +335,7 @@ class Worker:
         """Makes this worker's part of a new replica, without state, or with the one it holds. All
         workers of the replica do it at once. A custom task's model is not compiled here, as its
         loss may not bear weights of 0: that is done in its rehearsal, or else in its first step."""
+        self.close_beside()  # a worker is in one replica's group at a time
         if answer.keep:
             self.leave_replica()
         else:
@@ -421,8 +430,7 @@ class Worker:
             self.beside = None
             self.settle_in(beside.engine, self.engine, beside.answer)
         elif beside is not None and (run.build is None or run.build.formed != beside.answer.formed):
-            beside.give_up()
-            self.beside, self.given_up = None, beside
+            self.give_up_beside()
         if run.build is not None and self.beside is None:
             self.build_beside(run.build)
 

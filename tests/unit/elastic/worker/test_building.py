@@ -50,6 +50,7 @@ def test_a_custom_loss_is_not_computed_with_weights_that_are_0(
             leave_now=lambda: False,
         ),
         drop=lambda: None,
+        close_beside=lambda: None,
         make_engine=lambda *_: "engine",
         settle_in=lambda *_: did.append("settled"),
     )

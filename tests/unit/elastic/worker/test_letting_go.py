@@ -30,7 +30,8 @@ def worker_on(device: str, progress: Progress | None) -> Any:
         progress=progress,
         position=progress,
         built=1,
-        close_beside=lambda: None,
+        given_up=None,
+        give_up_beside=lambda: None,
     )
     worker.leave_replica = lambda: Worker.leave_replica(worker)
     return worker

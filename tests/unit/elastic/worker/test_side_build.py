@@ -47,6 +47,7 @@ class Builds:
             ),
             fail_beside=lambda answer, *_: self.told.put(("failed", answer.formed)),
             settle_in=lambda engine, *_: self.told.put(("settled", engine)),
+            give_up_beside=lambda: Worker.give_up_beside(self.worker),
         )
 
     def build_beside(self, answer: Any) -> None:
@@ -143,6 +144,45 @@ def test_who_leaves_its_replica_waits_for_what_was_given_up(builds: Builds) -> N
     leaver.join(PATIENCE_S)
     assert not leaver.is_alive() and not dist.is_initialized() and builds.told.empty()
     assert builds.worker.beside is builds.worker.given_up is None
+
+
+def test_who_loses_a_peer_waits_for_no_build(builds: Builds) -> None:
+    """Its storage may hang; and the next one is built all the same, once it has come to its end."""
+    builds.tend(0, build=5)
+    assert builds.begun.get(timeout=PATIENCE_S) == 5
+    worker = builds.worker
+    worker.progress, worker.job = object(), SimpleNamespace(scaling=SimpleNamespace(device="cpu"))
+    worker.link.injection = SimpleNamespace(engine=None)
+    leaver = threading.Thread(target=Worker.leave_replica, args=[worker], daemon=True)
+    leaver.start()
+    leaver.join(PATIENCE_S)
+    assert not leaver.is_alive() and builds.making == [5] and dist.is_initialized()
+    builds.tend(0, build=6)
+    builds.may_end[5].set()
+    builds.may_end[6].set()
+    assert builds.told.get(timeout=PATIENCE_S) == ("built", 6)
+
+
+def test_one_that_tells_the_coordinator_is_given_up_without_a_wait(builds: Builds) -> None:
+    """Which may be away: the call waits for the next one."""
+    away, told = threading.Event(), threading.Event()
+
+    def built(formed: int) -> None:
+        told.set()
+        assert away.wait(PATIENCE_S)
+
+    builds.worker.link.built = built
+    builds.may_end[5].set()
+    builds.tend(0, build=5)
+    assert told.wait(PATIENCE_S)
+    beside = builds.worker.beside
+    giver = threading.Thread(target=builds.tend, args=[0, None], daemon=True)
+    giver.start()
+    giver.join(PATIENCE_S)
+    try:
+        assert not giver.is_alive() and not dist.is_initialized() and beside.engine is None
+    finally:
+        away.set()
 
 
 def test_what_was_built_is_let_go_of_where_it_is_given_up(builds: Builds) -> None:
