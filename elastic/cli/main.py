@@ -6,6 +6,7 @@
 93 `attach`, `stop`, `watch`: the run failed, and starting it again is useless
 2  bad input, or what was asked cannot be done: one line on standard error says why
 3, 4, 5          `doctor` found something worse (`elastic/doctor/finding.py`)
+130, 143         Ctrl-C, SIGTERM: what a command had begun was put in order, as after an error
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from checkpointing import CheckpointError
@@ -24,19 +27,46 @@ from elastic.reporting.event_log import RecordError
 from trainer.errors import TrainerError
 
 
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit status. `arguments` default to the process's own."""
     options = parser().parse_args(arguments)
     try:
-        return int(options.action(options))
+        with _interrupted_by_sigterm():
+            return int(options.action(options))
     except _told_in_a_line() as error:
         if isinstance(error, BrokenPipeError):  # whoever read our output has had enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         print(f"elastic: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except _TerminatedError:
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """In this block SIGTERM, where it would end this process on the spot, ends what is done as
+    Ctrl-C does. A second one changes nothing: `timeout` sends two."""
+    takes = threading.current_thread() is threading.main_thread()
+    if not takes or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _TerminatedError
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _told_in_a_line() -> tuple[type[Exception], ...]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -72,6 +73,43 @@ def test_the_installed_command(run: Path) -> None:
         (run / "checkpoints" / k).stat().st_size for k in open_store(run / "checkpoints").list("d/")
     )
     assert json.loads(done.stdout) == {"step": STEP, "bytes": total, "findings": []}
+
+
+_INTERRUPTED_EXPORT = """
+import os, signal, sys
+from pathlib import Path
+from checkpointing import Reader
+from elastic.cli.main import main
+
+run, target, number = *sys.argv[1:3], int(sys.argv[3])
+read = Reader.read
+
+def interrupted(*asked):
+    assert list(Path(target).parent.glob(".*.part")), "it has begun"
+    for _ in range(1 + (number == signal.SIGTERM)):  # `timeout` sends two
+        os.kill(os.getpid(), number)
+    return read(*asked)
+
+Reader.read = interrupted
+sys.exit(main(["checkpoints", "export", run, "newest", target, "--to", "dcp"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_export_that_is_interrupted_leaves_nothing(
+    run: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    target = tmp_path / "there" / "exported"
+    target.parent.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED_EXPORT, str(run), str(target), str(int(number))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (128 + number, "")
+    assert list(target.parent.iterdir()) == []
 
 
 def test_the_entry_point_names_a_function() -> None:
