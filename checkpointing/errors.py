@@ -20,6 +20,17 @@ cross Ray: each keeps its constructor arguments in `args`.
 
 from __future__ import annotations
 
+import errno as numbers
+
+_AWAY = frozenset(
+    {
+        *(numbers.ESTALE, numbers.ENOTCONN, numbers.ETIMEDOUT, numbers.EREMOTEIO),
+        *(numbers.EHOSTDOWN, numbers.EHOSTUNREACH, numbers.ENETDOWN, numbers.ENETUNREACH),
+        *(numbers.ENETRESET, numbers.ECONNREFUSED, numbers.ECONNRESET, numbers.ECONNABORTED),
+    }
+)
+"""What a file system says while its server is away. ENOTCONN: a FUSE mount's process has ended."""
+
 
 class CheckpointError(Exception):
     """Base of all errors of the `checkpointing` package."""
@@ -59,12 +70,25 @@ class MissingError(StoreError):
 
 
 class StoreUnavailableError(StoreError):
-    """The operating system or the service refuses; `errno` says how, where there is one."""
+    """The operating system or the service refuses, or does not answer; `errno` says how, where
+    there is one.
 
-    def __init__(self, where: str, errno: int | None, fact: str) -> None:
+    Args:
+        where: a key, a path or a URL.
+        errno: the operating system's number; None for none.
+        fact: why, with the next knob.
+        may_pass: the service did not answer, or not in time: nothing needs to be changed. Of a file
+            system its number says so.
+    """
+
+    def __init__(self, where: str, errno: int | None, fact: str, *, may_pass: bool = False) -> None:
         super().__init__(where, fact)
         self.args = (where, errno, fact)
-        self.errno = errno
+        self.errno, self.may_pass = errno, may_pass or errno in _AWAY
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """With what is no argument by place."""
+        return type(self), self.args, {"may_pass": self.may_pass}
 
     def __str__(self) -> str:
         errno = "" if self.errno is None else f" (errno {self.errno})"

@@ -7,6 +7,7 @@ node without the mount, or with bad memory, must not cost the run all its sound 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from checkpointing import (
@@ -14,6 +15,7 @@ from checkpointing import (
     CorruptError,
     Keys,
     OtherRecordError,
+    StoreUnavailableError,
     decide_fault,
     give_up,
     is_damage,
@@ -34,6 +36,13 @@ from elastic.protocol.run_identity import check_own
 
 _ANSWER_S = 60.0
 """A store that workers cannot reach, and that has not answered here by then, is out of reach."""
+
+_PATIENCE_S = 600.0
+"""For which a store that is away for all is tried again, by one roster after the other: as long as
+a save tries (`S3Config.timeout_s`)."""
+
+_LOOK_S = 2.0
+"""Between two looks whether it is back."""
 
 
 class Restores:
@@ -66,6 +75,10 @@ class Restores:
         """Generation -> nodes from which the store could not be reached, and from here it could."""
         self._tried_again: dict[str, int] = {}
         """Such a node -> generation after which the next roster tries once more."""
+        self._away_since_s, self._in_vain = -math.inf, math.inf
+        """Since when nobody reaches the store, and the regroups in vain when that was told last."""
+        self._waited_in = 0
+        """Generation that could not reach it, after which the next roster tries again."""
         records.followers.append(self._hear)
 
     def _hear(self, event: events.Event) -> None:
@@ -77,7 +90,8 @@ class Restores:
         """`worker`, of the roster of `generation`, could not read the checkpoint of `step`; several
         may say so, and all return when it is decided.
 
-        What cannot be reached now may be sound: the run ends, and nothing is changed. What reads
+        What cannot be reached now may be sound: where the store may come back, the next roster
+        tries again, for `_PATIENCE_S`; then the run ends, and nothing is changed. What reads
         well here is: then the machine of the worker is at fault, and the worker is lost. Unless two
         machines read other bytes: this one may have them from a cache of its own. Who could not
         reach the store tries once more, with the next roster: it may have been away for a while.
@@ -88,11 +102,14 @@ class Restores:
             membership = self._membership
             progress = membership.progress
             known = (progress.restore_step, progress.generation) != (step, generation)
-            if known or membership.stopped is not None:
+            if known or membership.stopped is not None or self._waited_in == generation:
                 return
+            began_s = time.monotonic()
             if isinstance(error, OtherRecordError) and await self._lies_here(step, error.sha256):
                 return
             damage, seen = is_damage(error), await self._look_again(step, error)
+            if seen is not None and await self._waits(step, generation, error, seen, began_s):
+                return
             fault = decide_fault(error, seen)
             if fault == "reader" and not damage and self._tries_again(worker, generation):
                 return
@@ -116,6 +133,41 @@ class Restores:
                     f"the checkpoint of step {step} cannot be read ({reason}), and cannot be set "
                     f"aside: {failure}"
                 )
+
+    async def _waits(
+        self,
+        step: int,
+        generation: int,
+        told: CheckpointError,
+        seen: CheckpointError,
+        began_s: float,
+    ) -> bool:
+        """Whether the next roster tries again, as nobody reaches the store, and it may come back.
+        Returns when it is back, or an answer here was waited for for `_ANSWER_S`.
+
+        Args:
+            step: of the checkpoint.
+            generation: of the roster that was to read it.
+            told: what a worker of it says.
+            seen: what is seen from here.
+            began_s: when the worker said so, by the monotonic clock.
+        """
+        if not (_may_pass(told) and _may_pass(seen)):
+            return False
+        in_vain = self._membership.progress.spent_in_vain
+        if in_vain <= self._in_vain:  # the roster before could read it, or there was none
+            self._away_since_s = began_s
+            self._records.note(events.RestoreWaits(time=time.time(), step=step, reason=str(told)))
+        self._in_vain = in_vain
+        most = self._config.groups.max_regroups_without_progress
+        if began_s - self._away_since_s > _PATIENCE_S or in_vain + 1 >= most:
+            return False
+        self._waited_in = generation
+        still: CheckpointError | None = seen
+        while still is not None and _may_pass(still) and time.monotonic() < began_s + _ANSWER_S:
+            await asyncio.sleep(_LOOK_S)
+            still = await self._look_again(step, told)
+        return True
 
     def _tries_again(self, worker: str, generation: int) -> bool:
         """Whether no roster before that of `generation` had a worker on this node that could not
@@ -178,6 +230,10 @@ class Restores:
             f"saved state to go on from. Repair it, or start from the seed: with "
             f"resume='never', another run_config.name, or after elastic checkpoints delete --force",
         )
+
+
+def _may_pass(error: CheckpointError) -> bool:
+    return isinstance(error, StoreUnavailableError) and error.may_pass
 
 
 def _describe_reader(step: int, error: CheckpointError) -> str:

@@ -334,6 +334,17 @@ class RetentionFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RestoreWaits(Event):
+    """Nobody reaches the store of the checkpoint that is to be read, and it may come back: it is
+    tried again for some time. Told once for each time that it is away."""
+
+    step: int
+    """Steps that the checkpoint contains."""
+    reason: str
+    """What the store says, or that it does not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
     """A checkpoint could not be read by any worker that tried. Where its bytes are at fault it does
     not count any more."""

@@ -40,6 +40,7 @@ from elastic.protocol.events import (
     ReplicaForming,
     ReplicaHealed,
     ReplicasCompared,
+    RestoreWaits,
     RetentionFailed,
     RunEnded,
     RunStarted,
@@ -174,6 +175,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"step {event.step} skipped: loss {event.loss}, gradient {event.grad_norm}"
         case CheckpointFailed():
             return f"checkpoint of {event.step} steps cannot be read: {event.reason}"
+        case RestoreWaits():
+            return f"the checkpoint of {event.step} steps is waited for: {event.reason}"
         case RetentionFailed():
             return f"old checkpoints cannot be deleted, and stay: {event.reason}"
         case SnapshotFailed():

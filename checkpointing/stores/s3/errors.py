@@ -185,7 +185,7 @@ def gave_up(failure: Failure, where: str, tries: int, elapsed_s: float) -> Excep
     fact = f"{_rank_text(where)}{failure.fact} [{failure.code}; {tries} tries in {elapsed_s:.1f} s]"
     if failure.code in (DIGEST, "InvalidDigest", "XAmzContentChecksumMismatch"):
         return CorruptError(where, fact + "; check the network card and memory of this node")
-    return StoreUnavailableError(where, None, fact)
+    return StoreUnavailableError(where, None, fact, may_pass=True)
 
 
 def not_set_up(error: BotoCoreError | OSError | ValueError, where: str) -> StoreUnavailableError:

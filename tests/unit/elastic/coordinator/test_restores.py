@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 
 from checkpointing import (
     CheckpointConfig,
+    CheckpointError,
     CorruptError,
     IncompatibleError,
     MissingError,
@@ -36,6 +38,7 @@ from elastic.coordinator.restores import Restores
 from elastic.coordinator.run_log import RunLog
 from elastic.coordinator.save_wish import SaveWish
 from elastic.coordinator.workers import Workers
+from elastic.exit_status import decide_status_of
 from elastic.membership.decisions import GroupConfig
 from elastic.membership.machine import Membership
 from elastic.membership.progress import Progress
@@ -179,6 +182,7 @@ def test_one_that_does_not_even_refuse_here_is_out_of_reach(
     answers = threading.Event()
     monkeypatch.setattr("elastic.coordinator.restores.look_again", lambda *_: answers.wait())
     monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.01)
+    monkeypatch.setattr("elastic.coordinator.restores._PATIENCE_S", -1.0)
     error = StoreUnavailableError("the mount", errno.ETIMEDOUT, "Connection timed out")
 
     async def play() -> None:
@@ -191,6 +195,102 @@ def test_one_that_does_not_even_refuse_here_is_out_of_reach(
     assert desk.membership.stopped is not None
     assert "Nothing was changed" in str(desk.membership.stopped.error)
     assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
+
+
+AWAY = StoreUnavailableError("s3://bucket/run", None, "no answer [ReadTimeout]", may_pass=True)
+REFUSED = StoreUnavailableError("s3://bucket/run", None, "access denied [AccessDenied]")
+
+
+@pytest.mark.parametrize("told", [AWAY, REFUSED], ids=["away", "refused"])
+@pytest.mark.parametrize("seen", [AWAY, REFUSED], ids=["away here", "refused here"])
+def test_a_store_that_is_away_for_all_is_tried_again_for_some_time(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, told: CheckpointError, seen: CheckpointError
+) -> None:
+    """By the next roster; one that refuses is not. Each worker of a roster says so."""
+    looks = list[int]()
+
+    def look(*_: Any) -> None:
+        looks.append(desk.membership.progress.generation)
+        raise seen
+
+    monkeypatch.setattr("elastic.coordinator.restores.look_again", look)
+    monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.05)
+    monkeypatch.setattr("elastic.coordinator.restores._LOOK_S", 0.01)
+    progress = desk.membership.progress
+
+    async def roster() -> None:
+        copied = pickle.loads(pickle.dumps(told))  # as Ray's call has it
+        reports = (desk.restores.failed(w, 20, progress.generation, copied) for w in ("a", "b"))
+        await asyncio.gather(*reports)
+        progress.interrupted(20)  # all join, and the next roster tries again
+        progress.begin(20, back=True)
+
+    async def play() -> None:
+        for _ in range(3):
+            await roster()
+        assert (desk.membership.stopped is None) == (told is seen is AWAY)
+        monkeypatch.setattr("elastic.coordinator.restores._PATIENCE_S", 0.0)
+        await roster()
+
+    asyncio.run(play())
+    stopped, waits = desk.membership.stopped, told is seen is AWAY
+    assert stopped is not None and "run the same name again once its store" in str(stopped.error)
+    assert decide_status_of(stopped.cause) == 1, "a retry may help"
+    happened = read_events(desk.paths.events)
+    assert sum(isinstance(e, events.RestoreWaits) for e in happened) == waits, "told once"
+    assert looks.count(GENERATION) > 1 if waits else looks == [GENERATION]
+    assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
+
+
+def test_a_store_that_comes_back_is_read_again_at_once(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where it is away once more, after steps were done, it has its time again."""
+    answers = iter([True, False, True, False])
+    monkeypatch.setattr("elastic.coordinator.restores._LOOK_S", 0.0)
+
+    def look(*_: Any) -> Any:
+        if next(answers):
+            raise AWAY
+        return load_manifest(desk.store, KEYS, 20)
+
+    monkeypatch.setattr("elastic.coordinator.restores.look_again", look)
+    progress = desk.membership.progress
+
+    async def play() -> None:
+        for _ in range(2):
+            await desk.restores.failed("a", 20, progress.generation, AWAY)
+            progress.begin(20, back=True)
+            progress.record(20)
+            monkeypatch.setattr("elastic.coordinator.restores._PATIENCE_S", 0.0)
+            progress.begin(20, back=True)
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+    assert desk.membership.stopped is None and desk.failed() == []
+
+
+def test_a_store_that_is_away_ends_the_run_before_the_network_is_blamed(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`decide_in_vain` would, with the next regroup."""
+    monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.0)
+
+    def look(*_: Any) -> None:
+        raise AWAY
+
+    monkeypatch.setattr("elastic.coordinator.restores.look_again", look)
+    progress = desk.membership.progress
+
+    async def play() -> None:
+        while desk.membership.stopped is None:
+            await desk.restores.failed("a", 20, progress.generation, AWAY)
+            assert progress.in_vain < 8
+            progress.interrupted(20)
+            progress.begin(20, back=True)
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+    assert desk.membership.stopped is not None
+    assert "no answer [ReadTimeout]. Nothing was changed" in str(desk.membership.stopped.error)
 
 
 def test_a_machine_that_cannot_reach_the_store_is_replaced(desk: Desk) -> None:
