@@ -729,11 +729,13 @@ class Coordinator(CoordinatorApi):
     async def ended_silent(self, workers: list[tuple[str, int]], silent_s: float) -> None:
         self._workers.lose_silent(workers, silent_s)
 
-    async def ended(self, workers: list[tuple[str, int]]) -> None:
+    async def ended(self, workers: list[tuple[str, int]]) -> list[float | None]:
+        there_s = self._workers.there_s(workers, time.monotonic())  # what follows may take long
         if (failover := self._failing_over) is not None:
             failover.begin()
         await self._workers.lose_unwatched(workers)
         await self.durable()
+        return there_s
 
     @_when_known
     async def wind_down(self, reason: str) -> None:

@@ -63,6 +63,9 @@ class Workers:
         self._draining: set[str] = set()
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._unwatched: set[str] = set()
+        self._since_s: dict[tuple[str, int], float] = {}
+        """When each was first heard, by node and process: its hello, or the first word to a
+        coordinator that was started anew."""
         self._ended: set[tuple[str, int]] = set()
         """Node and process of workers whose end Ray has seen."""
         self.gone: set[str] = set()
@@ -79,6 +82,7 @@ class Workers:
             self._checking_leases = True
             self._dispatcher.spawn(self._check_leases())
         self.started[identity.worker] = identity
+        self._since_s[identity.node, identity.pid] = time.monotonic()
         token = self._agents.start(identity.node, own_handle())
         if token is not None:
             self._dispatcher.spawn(self._keep_agent(identity.node, token))
@@ -96,6 +100,12 @@ class Workers:
         """Whether somebody tells of its end: the agent of its node, or Ray, where Ray drains that
         and starts no other agent."""
         return self.is_watched(worker) or self.started[worker].node in self._unwatched
+
+    def there_s(self, workers: Iterable[tuple[str, int]], now_s: float) -> list[float | None]:
+        """For how long each of these has been there, whether it still is or not; None: it was never
+        heard."""
+        since_s = [self._since_s.get(worker) for worker in workers]
+        return [None if one is None else now_s - one for one in since_s]
 
     async def until_watched(self, worker: str) -> None:
         """Waits until the agent of its node watches `worker`, where it has one."""

@@ -79,8 +79,7 @@ class Formations:
             self.keep_remnants({w for remnant in others for w in remnant.workers.values()})
         self._reassembled = False
         self._forget_odd(worker)
-        left = (one.versions for other, one in self._members.items() if other != worker)
-        if self._versions not in left:
+        if all(one.versions != self._versions for w, one in self._members.items() if w != worker):
             self._welcome_odd()
 
     def retire(self, worker: str) -> None:

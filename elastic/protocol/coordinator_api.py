@@ -217,8 +217,9 @@ class DriverCalls(Protocol):
         """Ray Train's controller ends these, each given by node and process, as they have not said
         hello in so long."""
 
-    async def ended(self, workers: list[tuple[str, int]]) -> None:
-        """Ray Train's controller has seen the end of these, each given by node and process."""
+    async def ended(self, workers: list[tuple[str, int]]) -> list[float | None]:
+        """Ray Train's controller has seen the end of these, each given by node and process. Returns
+        for how many seconds each had been there, since its hello; None: it had not said it."""
 
     async def wind_down(self, reason: str) -> None:
         """The run is to end: it does after the step that is under way, and is saved there."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -100,11 +99,14 @@ class CoordinatorDecides(FailurePolicy):
         futile = self._futile.in_a_row >= MOST_FUTILE_STARTS and not others
         return verdict is not None or futile
 
-    def tell(self, ended: list[SeatedWorker]) -> None:
-        """Tells the coordinator of workers that have ended: not all nodes have an agent."""
+    def tell(self, ended: list[SeatedWorker]) -> list[float | None]:
+        """Tells the coordinator of workers that have ended: not all nodes have an agent. Returns
+        for how many seconds each had been there, since its hello; None: it had not said it."""
         known = [(worker.metadata.node_id, worker.metadata.pid) for worker in ended]
-        with contextlib.suppress(ray.exceptions.RayError):  # then the run ends
-            self._coordinator.call(CoordinatorApi.ended, known)
+        try:
+            return self._coordinator.call(CoordinatorApi.ended, known)
+        except ray.exceptions.RayError:  # then the run ends
+            return [None] * len(ended)
 
     def over(self) -> bool:
         """Whether the coordinator has ended the run, or died. Costs no call."""
@@ -137,11 +139,11 @@ class ElasticController(TrainController):
         if policy.over():
             return self._last_status(status)
         if ended or failures:
-            policy.tell(ended)
+            there_s = policy.tell(ended)
             newest = math.inf if failures else max(worker.launch for worker in ended)
             if policy.ends_run(newest=newest, launches=group.launches, others=bool(at_work)):
                 return _with_failures(status, failures)
-            group.dismiss(ended)
+            group.dismiss(ended, there_s)
         try:
             group.place()
         except (ray.exceptions.RayError, ConnectionError) as error:

@@ -33,7 +33,7 @@ SILENT_S = 600.0
 """And one that has not by then is ended: several times what imports from a slow disk take."""
 
 _EARLY_S = 20.0
-"""A worker that ends before has done next to nothing."""
+"""A worker that ends so soon after its hello has done next to nothing."""
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -159,16 +159,17 @@ class Pauses:
 
     def __init__(self) -> None:
         self._early: dict[Seat, int] = {}
-        self._begun_s: dict[Seat, float] = {}
         self._until_s: dict[Seat, float] = {}
 
-    def begun(self, seat: Seat, now_s: float) -> None:
-        """A worker is started in `seat`."""
-        self._begun_s[seat] = now_s
+    def ended(self, seat: Seat, now_s: float, *, there_s: float | None) -> None:
+        """The worker in `seat` has ended, or did not start.
 
-    def ended(self, seat: Seat, now_s: float) -> None:
-        """The worker in `seat` has ended, or did not start."""
-        is_early = now_s - self._begun_s[seat] < _EARLY_S
+        Args:
+            seat: where it was to work.
+            now_s: on any clock that rises.
+            there_s: since it said hello; None: it did not get so far, however long its imports took.
+        """
+        is_early = there_s is None or there_s < _EARLY_S
         early = self._early[seat] = self._early.get(seat, 0) + 1 if is_early else 0
         if early > 1:
             self._until_s[seat] = now_s + min(2.0 ** (early - 2), _LONGEST_PAUSE_S)

@@ -155,8 +155,6 @@ class ElasticWorkerGroup(WorkerGroup):
             max([first, *(rank + 1 for rank in self._ranks.values())])
         )
         self.launches = max((worker.launch for worker in seated), default=0)
-        for worker in seated:
-            self._pauses.begun(worker.seat, time.monotonic())
 
     def _find_workers(self) -> list[Any]:
         """The workers that were given their train function. One that was still being started is
@@ -190,8 +188,6 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _create_workers(self, *_: Any, **__: Any) -> list[Any]:
         seats = [(name, bundle) for name, size in self._groups for bundle in range(size)]
-        for seat in seats:
-            self._pauses.begun(seat, time.monotonic())
         self._coordinator.call(CoordinatorApi.expect, len(seats))
         workers: list[Any] = WorkerGroup._assign_worker_ranks(
             self._hire(seats, self._launch(len(seats))), replica_group_size=1
@@ -225,7 +221,7 @@ class ElasticWorkerGroup(WorkerGroup):
             if isinstance(outcome, Exception):
                 log.warning("a worker did not start and is tried again: %s", outcome)
                 failures.append(outcome)
-                self._pauses.ended(seat, time.monotonic())
+                self._pauses.ended(seat, time.monotonic(), there_s=None)
             else:
                 started.append(outcome)
         if started:
@@ -276,11 +272,12 @@ class ElasticWorkerGroup(WorkerGroup):
                 )
         return {at[launch] for launch in ended}
 
-    def dismiss(self, ended: list[SeatedWorker]) -> None:
-        """Forgets workers that have ended; their seats are free."""
-        for worker in ended:
+    def dismiss(self, ended: list[SeatedWorker], there_s: list[float | None]) -> None:
+        """Forgets workers that have ended, and had been there for so long (see `Pauses.ended`);
+        their seats are free."""
+        for worker, for_s in zip(ended, there_s, strict=True):
             ray.kill(worker.actor)
-            self._pauses.ended(worker.seat, time.monotonic())
+            self._pauses.ended(worker.seat, time.monotonic(), there_s=for_s)
         gone = {worker.launch for worker in ended}
         self._set_workers([w for w in self.get_workers() if w.launch not in gone])
 
@@ -336,7 +333,6 @@ class ElasticWorkerGroup(WorkerGroup):
         if seat not in self._ranks:
             self._ranks[seat] = next(self._new_ranks)
         self._starting.add(seat)
-        self._pauses.begun(seat, time.monotonic())
         what = (seat, self._launch(1))
         threading.Thread(target=self._start_worker, args=what, daemon=True).start()
 

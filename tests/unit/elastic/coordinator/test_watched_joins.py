@@ -1,8 +1,9 @@
-"""No worker joins unwatched, however often its join comes."""
+"""No worker joins unwatched, however often its join comes; since when it is there is known."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ray.exceptions import RayError
 
 from elastic.coordinator import workers as module
 from elastic.coordinator.workers import Workers
+from elastic.protocol.causes import CRASH
 from elastic.protocol.messages import Identity
 from elastic.protocol.rpc import Remote
 from tests.support.coordinator_desk import Agents, CoordinatorDesk
@@ -74,3 +76,18 @@ def test_no_join_passes_where_the_watch_has_failed(tmp_path: Path) -> None:
                 await asyncio.wait_for(workers.until_watched("new"), PATIENCE_S)
 
     asyncio.run(run())
+
+
+def test_for_how_long_one_was_there_is_known_when_it_has_ended(workers: Workers) -> None:
+    """It counts from its hello: what it imported before took its time."""
+
+    async def run() -> None:
+        start(workers).answer.set_result(None)
+        await workers.until_watched("new")
+        await workers.lose("new", CRASH, "its process ended")
+
+    begun_s = time.monotonic()
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    there_s, *others = workers.there_s([("N", 7), ("N", 8), ("M", 7)], begun_s + 100.0)
+    assert others == [None, None], "they never said hello"
+    assert there_s is not None and there_s <= 100.0 < there_s + time.monotonic() - begun_s

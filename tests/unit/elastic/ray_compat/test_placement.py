@@ -229,17 +229,21 @@ def test_workers_that_never_get_going_are_counted_and_others_are_not() -> None:
     assert starts.in_a_row == 2
 
 
-def test_a_seat_whose_workers_end_early_is_tried_ever_more_rarely() -> None:
+@pytest.mark.parametrize("there_s", [3.0, None])
+@pytest.mark.parametrize("imports_s", [0.0, 100.0])
+def test_a_seat_whose_workers_end_early_is_tried_ever_more_rarely(
+    there_s: float | None, imports_s: float
+) -> None:
+    """Soon after their hello, or before it, however long their imports take."""
     pauses, seat, now_s = Pauses(), ("g", 0), 1000.0
     waited = []
     for _ in range(9):
-        pauses.begun(seat, now_s - 3.0)
-        pauses.ended(seat, now_s)
+        now_s += imports_s + (there_s or 0.0)
+        pauses.ended(seat, now_s, there_s=there_s)
         ready_s = next(now_s + s for s in range(100) if pauses.over(seat, now_s + s))
         waited.append(ready_s - now_s)
         assert pauses.over(("g", 1), now_s)
-        now_s = ready_s + 3.0
+        now_s = ready_s
     assert waited == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    pauses.begun(seat, now_s - 3600.0)
-    pauses.ended(seat, now_s)
+    pauses.ended(seat, now_s, there_s=3600.0)
     assert pauses.over(seat, now_s)

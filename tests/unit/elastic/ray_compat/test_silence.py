@@ -22,7 +22,7 @@ class Started:
         self.now_s, self.launches = 100.0, [1, 2, 3]
         self.spoken: set[int] | Exception | None = set()
         self.asked: list[list[int]] = []
-        self.written: list[tuple[list[tuple[str, int]], float]] = []
+        self.written: list[tuple[object, ...]] = []
         self.group = object.__new__(ElasticWorkerGroup)
         self.group._silence, self.group._coordinator = Silence(), self  # type: ignore[assignment]
         monkeypatch.setattr(self.group, "get_workers", self._workers)
