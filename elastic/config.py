@@ -39,7 +39,8 @@ class ScalingConfig:
     first group is made, as TCP is 10 to 100 times slower."""
     wait_s: float = 60.0
     """How long to wait at the start for the resources of the smallest layout. Ray's autoscaler is
-    asked for them meanwhile; its machines take minutes."""
+    asked for them meanwhile; its machines take minutes. A run that another one forestalls, as both
+    are about to take the same machines, waits as long again, a minute at least."""
 
     def __post_init__(self) -> None:
         check_types(self, "scaling")

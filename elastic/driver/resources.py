@@ -27,7 +27,8 @@ _INTERVAL_S = 0.5
 
 def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> WorkerPlan:
     """Waits up to `scaling.wait_s` for the resources of the smallest layout; takes what there is
-    then. Meanwhile Ray's autoscaler is asked for them.
+    then. Meanwhile Ray's autoscaler is asked for them. From the return on they are anybody's, until
+    the run takes them: see `PlacementGroups.wait`.
 
     Raises:
         ResourcesError: not even the smallest layout fits.
@@ -37,7 +38,7 @@ def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> Worker
     told = False
     try:
         while True:
-            nodes = available_per_node()
+            nodes = [*demand.placed(), *available_per_node()]
             there = {
                 name: sum(n.get(name, 0.0) for n in nodes) for name in scaling.resources_per_worker
             }
@@ -45,16 +46,12 @@ def wait_for_workers(scaling: ScalingConfig, parallel: ParallelConfig) -> Worker
             plan = plan_workers(scaling, parallel, fitting)
             if plan is not None:
                 return plan
-            late = time.monotonic() >= deadline
-            if late and not demand.holds:
+            if time.monotonic() >= deadline:
                 raise _too_little(scaling, parallel, _describe(there, fitting))
             if not told:
                 log.warning("%s; waiting", _describe(there, fitting))
                 told = True
-            if late:  # it may have what was waited for
-                demand.withdraw()
-            else:
-                demand.renew()
+            demand.ask()
             time.sleep(_INTERVAL_S)
     finally:
         demand.withdraw()

@@ -16,8 +16,9 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2.api.config import FailureConfig
-from ray.train.v2.api.exceptions import TrainingFailedError
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError
 
+from elastic.errors import ResourcesError
 from elastic.protocol.coordinator_api import CoordinatorApi
 from elastic.protocol.rpc import Remote, restarting
 from elastic.providers.sigterm import catch_sigterm
@@ -52,13 +53,20 @@ class ElasticBackendConfig(BackendConfig):
         coordinator: is told how many workers the run starts with.
         prefix: the names of placement groups and workers begin with it; nobody else's do.
         silent_s: for so long a healthy worker may answer no call.
+        wait_s: how long the start waits for the resources of the smallest layout.
     """
 
     def __init__(
-        self, wanted: Wanted, coordinator: Remote[CoordinatorApi], prefix: str, silent_s: float
+        self,
+        wanted: Wanted,
+        coordinator: Remote[CoordinatorApi],
+        prefix: str,
+        *,
+        silent_s: float,
+        wait_s: float,
     ) -> None:
         self.wanted, self.coordinator, self.prefix = wanted, coordinator, prefix
-        self.silent_s = silent_s
+        self.silent_s, self.wait_s = silent_s, wait_s
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -76,8 +84,12 @@ class CoordinatorDecides(FailurePolicy):
         self._over: ObjectRef[None] | None = None
 
     def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        """See FailurePolicy. Asked where the first workers do not start, and at the end."""
-        over = self.ends_run(newest=math.inf, launches=0, others=False)
+        """See FailurePolicy. Asked where the first workers do not start, and at the end. Want of
+        room ends the run: it was waited for, and is no start that failed."""
+        lacks_room = isinstance(training_failed_error, ControllerError) and isinstance(
+            training_failed_error.controller_failure, ResourcesError
+        )
+        over = lacks_room or self.ends_run(newest=math.inf, launches=0, others=False)
         return FailureDecision.RAISE if over else FailureDecision.RETRY
 
     def ends_run(self, *, newest: float, launches: int, others: bool) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,22 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from elastic.errors import ResourcesError
 from elastic.ray_compat.cluster import end_actors
 from elastic.ray_compat.kept import forget
-from elastic.ray_compat.placement import GroupState
+from elastic.ray_compat.placement import (
+    START_PATIENCE_S,
+    GroupState,
+    StartDecision,
+    decide_start,
+)
 
-START_PATIENCE_S = 5.0
-"""How long a start waits for further machines once it has some. Free ones are reserved at once."""
+log = logging.getLogger(__name__)
 
 _LEAST_WAIT_S = 1
 """Ray waits for whole seconds, and says False to less even where the group is placed."""
+_LOOK_S = 0.5
+"""How often it is looked whether what is asked for in one piece is there."""
 
 
 @dataclass(kw_only=True)
@@ -40,10 +48,22 @@ class PlacementGroups:
     Args:
         prefix: the groups' names begin with it; nobody else's do.
         bundle: resources of one worker.
+        least: workers of the smallest layout.
+        wait_s: how long a start waits for them.
+        is_over: whether the run has ended, and waits for nothing any more.
     """
 
-    def __init__(self, prefix: str, bundle: dict[str, float]) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        bundle: dict[str, float],
+        *,
+        least: int,
+        wait_s: float,
+        is_over: Callable[[], bool],
+    ) -> None:
         self._prefix, self._bundle = prefix, bundle
+        self._least, self._wait_s, self._is_over = least, wait_s, is_over
         self._held: dict[str, _Held] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -98,25 +118,99 @@ class PlacementGroups:
         return next(iter(self._held.values())).group
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Waits until the run can start: all are placed, or some are and no other was for
-        `START_PATIENCE_S`. Those that are still pending are given up then: Ray counts a machine for
-        some time after it has gone, so there may be fewer than it said.
+        """Waits until the run can start, as `decide_start` has it. The room that its driver saw may
+        be another run's by now: then all are given back, and what the run needs is asked for in one
+        piece (`Demand`), until it is there. Groups that are pending when the run starts are given
+        up: Ray counts a machine for some time after it has gone, so there may be fewer than it
+        said.
+
+        Args:
+            timeout_seconds: Ray Train's own patience, which holds where `wait_s` is shorter.
 
         Returns:
-            False where none was placed within the time.
+            True.
+
+        Raises:
+            ResourcesError: the smallest layout was not placed in that time, or the run is over. All
+                are given back.
         """
-        pending = dict(self._held)
-        deadline = time.monotonic() + timeout_seconds
-        while pending and time.monotonic() < deadline:
-            placed = [name for name, held in pending.items() if held.group.wait(_LEAST_WAIT_S)]
-            for name in placed:
-                pending.pop(name).placed = True
-                deadline = time.monotonic() + START_PATIENCE_S
-        if len(pending) == len(self._held):
-            return False
-        for name in pending:
+        wait_s = max(timeout_seconds, self._wait_s)
+        deadline = time.monotonic() + wait_s
+        sizes = [held.size for held in self._held.values()]
+        while (decision := self._await_start(deadline)) == "give_back":
+            self.shutdown()
+            self._await_room(deadline)
+            for size in sizes:  # at once: Ray tries new ones before those that wait
+                self.ask(size)
+        if decision == "give_up":
+            self.shutdown()
+            raise ResourcesError(
+                f"{self._least} workers with {self._each} each",
+                "others have taken the room that there was",
+                wait_s,
+                "Add nodes, end what has them, or raise scaling.wait_s",
+            )
+        for name in [name for name, held in self._held.items() if not held.placed]:
             self.remove(name)
         return True
+
+    def _await_start(self, deadline: float) -> StartDecision:
+        """Waits for what `decide_start` decides, where that is not to wait."""
+        begun_s = placed_s = time.monotonic()
+        told = False
+        while True:
+            before = self._placed
+            self._look_at_all()
+            placed, now_s = self._placed, time.monotonic()
+            if placed > before:
+                placed_s = now_s
+            decision = decide_start(
+                placed=placed,
+                least=self._least,
+                whole=all(held.placed for held in self._held.values()),
+                since_s=now_s - placed_s,
+                left_s=0.0 if self._is_over() else deadline - now_s,
+            )
+            if placed < self._least and not told and now_s - begun_s >= START_PATIENCE_S:
+                told = True
+                log.warning(
+                    "others have taken the room that there was: %d of the %d workers of the "
+                    "smallest layout are placed, with %s each. The run waits for it, %.0f s at "
+                    "most (scaling.wait_s)",
+                    placed,
+                    self._least,
+                    self._each,
+                    max(0.0, deadline - now_s),
+                )
+            if decision != "wait":
+                return decision
+            next(h for h in self._held.values() if not h.placed).group.wait(_LEAST_WAIT_S)
+
+    def _await_room(self, deadline: float) -> None:
+        """Waits until what the smallest layout needs is free at once; no longer than the run."""
+        demand = Demand([self._bundle] * self._least)
+        demand.ask()
+        try:
+            while not (demand.placed() or self._is_over() or time.monotonic() > deadline):
+                time.sleep(_LOOK_S)
+        finally:
+            demand.withdraw()
+
+    def _look_at_all(self) -> None:
+        """Asks Ray which groups are placed, in one call for all."""
+        created = {row["name"] for row in _groups_of(self._prefix) if row["state"] == "CREATED"}
+        for name, held in self._held.items():
+            held.placed = name in created
+
+    @property
+    def _placed(self) -> int:
+        """Workers of the groups that were placed at the last look."""
+        return sum(held.size for held in self._held.values() if held.placed)
+
+    @property
+    def _each(self) -> str:
+        """Resources of a worker, in words."""
+        return ", ".join(f"{amount:g} {name}" for name, amount in self._bundle.items())
 
     def shutdown(self) -> None:
         """Gives all back."""
@@ -140,17 +234,17 @@ class Demand:
         self._bundles = bundles
         self._group: PlacementGroup | None = None
 
-    def renew(self) -> None:
-        """Asks where nothing is asked for. Gives back what Ray has placed, for the run to take."""
+    def ask(self) -> None:
+        """Asks, where it does not yet."""
         if self._group is None:
             self._group = placement_group(self._bundles, strategy="PACK")
-        elif placement_group_table(self._group).get("state") == "CREATED":
-            self.withdraw()
 
-    @property
-    def holds(self) -> bool:
-        """Whether it asks, and so may have, what others then do not see."""
-        return self._group is not None
+    def placed(self) -> list[dict[str, float]]:
+        """The workers' resources that Ray has placed for it: all or none. They count as taken, and
+        are free for this process once it withdraws."""
+        if self._group is None or placement_group_table(self._group).get("state") != "CREATED":
+            return []
+        return self._bundles
 
     def withdraw(self) -> None:
         """Asks for nothing any more."""

@@ -22,7 +22,13 @@ MOST_PENDING_GROUPS = 8
 """Groups that wait for machines at once. Ray tries each of them whenever resources change, and an
 autoscaler starts machines for all of them together."""
 
+START_PATIENCE_S = 5.0
+"""How long a start waits for further machines once it has some. Free ones are reserved at once."""
+
 GroupState = Literal["pending", "placed", "lost"]
+
+StartDecision = Literal["start", "wait", "give_back", "give_up"]
+"""`start`: with what is placed; `give_back`: all of it, to wait for the whole."""
 
 Seat = tuple[str, int]
 """Group and bundle."""
@@ -50,7 +56,7 @@ class Wanted:
     together: int = 1
     """How many of a replica's are to be on one node; a divisor of them."""
     min_replicas: int = 1
-    """So many form whatever nodes their workers are on."""
+    """Fewest that a run starts with. So many form whatever nodes their workers are on."""
 
     @property
     def slots(self) -> int:
@@ -61,6 +67,11 @@ class Wanted:
     def workers(self) -> int:
         """All of them."""
         return self.slots + self.spares
+
+    @property
+    def least(self) -> int:
+        """Those of the smallest layout."""
+        return self.min_replicas * self.workers_per_replica
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +178,7 @@ class Pauses:
         Args:
             seat: where it was to work.
             now_s: on any clock that rises.
-            there_s: since it said hello; None: it did not get so far, however long its imports took.
+            there_s: since its hello; None: it did not say it, however long its imports took.
         """
         is_early = there_s is None or there_s < _EARLY_S
         early = self._early[seat] = self._early.get(seat, 0) + 1 if is_early else 0
@@ -177,6 +188,30 @@ class Pauses:
     def over(self, seat: Seat, now_s: float) -> bool:
         """Whether a worker may be started in `seat`."""
         return now_s >= self._until_s.get(seat, now_s)
+
+
+def decide_start(
+    *, placed: int, least: int, whole: bool, since_s: float, left_s: float
+) -> StartDecision:
+    """Whether a run starts with the machines that Ray has placed its groups on. Pure.
+
+    Fewer than the least are not held for long: two runs that wait, and have half each, would wait
+    for each other.
+
+    Args:
+        placed: workers of the groups that are placed.
+        least: workers of the smallest layout.
+        whole: whether no other group is pending.
+        since_s: since a group was placed last.
+        left_s: of the time in which the smallest layout is waited for.
+    """
+    if whole or (placed >= least and since_s >= START_PATIENCE_S):
+        return "start"
+    if placed < least and left_s <= 0:
+        return "give_up"
+    if 0 < placed < least and since_s >= START_PATIENCE_S:
+        return "give_back"
+    return "wait"
 
 
 def plan_placement(wanted: Wanted, groups: Sequence[GroupView], most_pending: int) -> PlacementPlan:

@@ -57,6 +57,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         workers: how many to start with, spares included.
         wanted: how many there are when all machines are there.
         silent_s: for so long a healthy worker may answer no call.
+        wait_s: how long the start waits for the resources of the smallest layout.
         resources_per_worker: what Ray reserves for each.
         run_config: the user's, with Ray Train's own meaning.
     """
@@ -71,6 +72,7 @@ class ElasticRayTrainer(DataParallelTrainer):
         workers: int,
         wanted: Wanted,
         silent_s: float,
+        wait_s: float,
         resources_per_worker: dict[str, float],
         run_config: RunConfig,
     ) -> None:
@@ -78,7 +80,9 @@ class ElasticRayTrainer(DataParallelTrainer):
         super().__init__(
             train_worker,
             train_loop_config={"job": job},
-            backend_config=ElasticBackendConfig(wanted, coordinator, prefix, silent_s),
+            backend_config=ElasticBackendConfig(
+                wanted, coordinator, prefix, silent_s=silent_s, wait_s=wait_s
+            ),
             scaling_config=RayScalingConfig(
                 num_workers=workers,
                 use_gpu="GPU" in resources_per_worker,

@@ -124,7 +124,13 @@ class ElasticWorkerGroup(WorkerGroup):
         self._coordinator: Remote[CoordinatorApi] = config.coordinator
         self._silent_s: float = config.silent_s
         self._names = WorkerNames(config.prefix)
-        self._groups = PlacementGroups(self._names.groups, context.resources_per_worker)
+        self._groups = PlacementGroups(
+            self._names.groups,
+            context.resources_per_worker,
+            least=self._wanted.least,
+            wait_s=config.wait_s,
+            is_over=lambda: self._coordinator.call(CoordinatorApi.verdict) is not None,
+        )
         self._ranks: dict[Seat, int] = {}
         self._new_ranks = itertools.count(context.num_workers)
         self._starting: set[Seat] = set()

@@ -180,6 +180,7 @@ class Supervisor(SupervisorApi):
             workers=plan.workers,
             wanted=plan.wanted,
             silent_s=LOCKED_TIMES * plan.job.health.freeze_timeout_s,  # as its node's agent has it
+            wait_s=plan.job.scaling.wait_s,
             resources_per_worker=plan.job.scaling.resources_per_worker,
             run_config=plan.run_config,
         )

@@ -22,7 +22,10 @@ def group_of_one() -> ElasticWorkerGroup:
     run = SimpleNamespace(storage_context=None, worker_runtime_env={})
     group = ElasticWorkerGroup(
         SimpleNamespace(
-            run_config=run, backend_config=ElasticBackendConfig(wanted, Remote(None), PREFIX, 30.0)
+            run_config=run,
+            backend_config=ElasticBackendConfig(
+                wanted, Remote(None), PREFIX, silent_s=30.0, wait_s=30.0
+            ),
         ),
         SimpleNamespace(num_workers=1, resources_per_worker={"CPU": 1}),
     )

@@ -15,6 +15,7 @@ from elastic.ray_compat.placement import (
     Pauses,
     PlacementPlan,
     Wanted,
+    decide_start,
     plan_group_sizes,
     plan_placement,
 )
@@ -212,6 +213,28 @@ def test_whatever_pieces_there_are_nothing_is_asked_for_again_and_again(
         ]
         groups = [*there, *asked]
     assert (plan.ask, plan.give_up) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("placed", "whole", "since_s", "left_s", "decision"),
+    [
+        (8, True, 0.0, 60.0, "start"),
+        (8, True, 0.0, -1.0, "start"),
+        (8, False, 4.9, 60.0, "wait"),  # more may come
+        (8, False, 4.9, -1.0, "wait"),
+        (4, False, 5.0, 60.0, "start"),  # Ray may count a machine that is gone
+        (3, False, 4.9, 60.0, "wait"),
+        (3, False, 5.0, 60.0, "give_back"),  # another run may need just that
+        (0, False, 50.0, 0.1, "wait"),  # nobody lacks it
+        (0, False, 50.0, 0.0, "give_up"),
+        (3, False, 1.0, 0.0, "give_up"),
+    ],
+)
+def test_a_start_takes_the_least_or_waits_without_it(
+    placed: int, whole: bool, since_s: float, left_s: float, decision: str
+) -> None:
+    decided = decide_start(placed=placed, least=4, whole=whole, since_s=since_s, left_s=left_s)
+    assert decided == decision
 
 
 def test_workers_that_never_get_going_are_counted_and_others_are_not() -> None:
