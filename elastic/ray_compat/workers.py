@@ -36,12 +36,13 @@ from ray.train.v2._internal.util import bundle_to_remote_args
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic.protocol.coordinator_api import CoordinatorApi
-from elastic.protocol.rpc import RETRY_S, Remote
+from elastic.protocol.rpc import RETRY_S, Remote, last_line
 from elastic.ray_compat.cluster import (
     actor_class,
     detached,
     draining_nodes,
     find_actor,
+    find_node,
     named_actors,
 )
 from elastic.ray_compat.groups import PlacementGroups
@@ -65,6 +66,12 @@ _ANSWER_S = 30.0
 """How long Ray may take for an answer on a busy machine, where workers themselves have less."""
 _MOST_S = 600.0
 """One that is not there after this is ended, whatever workers may have: the run waits for it."""
+_HIRE_S = 900.0
+"""An actor that is not there after this is ended. Ray itself gives what a runtime environment
+installs 600 s."""
+_LATE_S = 300.0
+"""And one of the first ones when so much time has gone by since as many as the run needs have
+answered: they wait for it. Its seat is tried again, beside them."""
 _MOST_NAMED = 8
 """Workers that a warning names."""
 _LOOK_S = 0.5
@@ -194,12 +201,35 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _create_workers(self, *_: Any, **__: Any) -> list[Any]:
         seats = [(name, bundle) for name, size in self._groups for bundle in range(size)]
-        self._coordinator.call(CoordinatorApi.expect, len(seats))
-        workers: list[Any] = WorkerGroup._assign_worker_ranks(
-            self._hire(seats, self._launch(len(seats))), replica_group_size=1
-        )
+        outcomes = self._hire(seats, self._launch(len(seats)))
+        hired: list[Any] = [one for one in outcomes if isinstance(one, SeatedWorker)]
+        failed = {
+            seat: one
+            for seat, one in zip(seats, outcomes, strict=True)
+            if isinstance(one, Exception)
+        }
+        if len(hired) < self._wanted.least:
+            for worker in hired:
+                ray.kill(worker.actor)
+            raise self._too_few(hired, list(failed.values()))
+        for seat, error in failed.items():  # `settle` has them tried again, as all others
+            self._starting.add(seat)
+            self._news.put((seat, error))
+        self._coordinator.call(CoordinatorApi.expect, len(hired))
+        workers: list[Any] = WorkerGroup._assign_worker_ranks(hired, replica_group_size=1)
         self._ranks = {w.seat: w.distributed_context.world_rank for w in workers}
         return workers
+
+    def _too_few(self, hired: list[Any], failures: list[Exception]) -> Exception:
+        """Says where the smallest layout lacks workers, and why."""
+        named = "; ".join(map(str, failures[:_MOST_NAMED]))
+        if len(failures) > _MOST_NAMED:
+            named += f"; and {len(failures) - _MOST_NAMED} more"
+        return WorkerGroupStartupFailedError(
+            f"{len(hired)} of {len(hired) + len(failures)} workers have started, and the smallest "
+            f"layout needs {self._wanted.least}. None did {named}. Mend these machines, or take "
+            f"them out of the cluster; the supervisor's log has what Ray said of each"
+        )
 
     # -- workers that come and go ------------------------------------------------------------------
 
@@ -352,7 +382,10 @@ class ElasticWorkerGroup(WorkerGroup):
         cannot be given its work is ended: it would hold the seat for good."""
         hired: list[Any] = []
         try:
-            hired = self._hire([seat], launch)
+            (outcome,) = self._hire([seat], launch)
+            if isinstance(outcome, Exception):
+                raise outcome
+            hired.append(outcome)
             workers: list[Any] = WorkerGroup._assign_worker_ranks(
                 hired,
                 starting_world_rank=self._ranks[seat],
@@ -379,8 +412,9 @@ class ElasticWorkerGroup(WorkerGroup):
             launch=launch,
         )
 
-    def _hire(self, seats: list[Seat], first_launch: int) -> list[Any]:
-        """Starts an actor in each seat and waits for them."""
+    def _hire(self, seats: list[Seat], first_launch: int) -> list[SeatedWorker | Exception]:
+        """Starts an actor in each seat and waits for them, for `_HIRE_S` and `_LATE_S` at most.
+        Returns what came of each: a worker, or why there is none; its actor is ended then."""
         resources = self.get_resources_per_worker()
         own: Any = self._train_run_context.run_config.worker_runtime_env
         environment = self._get_worker_runtime_env(own)
@@ -397,16 +431,32 @@ class ElasticWorkerGroup(WorkerGroup):
             .remote()
             for i, seat in enumerate(seats)
         ]
-        try:
-            facts = ray.get([actor.get_metadata.remote() for actor in actors])
-        except ray.exceptions.RayError as error:
-            for actor in actors:
+        calls = [actor.get_metadata.remote() for actor in actors]
+        begun_s, least = time.monotonic(), min(self._wanted.least, len(calls))
+        if len(ray.wait(calls, num_returns=least, timeout=_HIRE_S)[0]) == least:
+            ray.wait(calls, num_returns=len(calls), timeout=_LATE_S)
+        waited_s = time.monotonic() - begun_s
+        outcomes: list[SeatedWorker | Exception] = []
+        for launch, (actor, call, seat) in enumerate(
+            zip(actors, calls, seats, strict=True), first_launch
+        ):
+            try:
+                outcomes.append(self._seated(actor, ray.get(call, timeout=0), seat, launch))
+            except ray.exceptions.RayError as error:
                 ray.kill(actor)
-            raise WorkerGroupStartupFailedError(f"a worker did not start: {error}") from error
-        return [
-            self._seated(actor, known, seat, first_launch + i)
-            for i, (actor, known, seat) in enumerate(zip(actors, facts, seats, strict=True))
-        ]
+                outcomes.append(self._not_hired(seat, error, waited_s))
+        return outcomes
+
+    def _not_hired(self, seat: Seat, error: ray.exceptions.RayError, waited_s: float) -> Exception:
+        """Says where no worker has started, and why; the log has all of it."""
+        late = isinstance(error, ray.exceptions.GetTimeoutError)
+        fact = f"it was not there after {waited_s:.1f} s" if late else last_line(error)
+        group, bundle = seat
+        node = self._groups.look(group)[1].get(bundle)
+        found = None if node is None else find_node(node)
+        where = f"node {node} ({found.address})" if found is not None else f"node {node}"
+        log.warning("a worker did not start on %s: %s", where, fact if late else error)
+        return WorkerGroupStartupFailedError(f"on {where}: {fact}")
 
 
 def _world_rank() -> int:
