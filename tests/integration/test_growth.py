@@ -349,7 +349,7 @@ def test_a_whole_machine_is_asked_for_where_only_pieces_are_free(machines: Clust
     wanted = Wanted(replicas=2, workers_per_replica=2, spares=0, together=2)
     asked: list[tuple[tuple[int, ...], bool]] = []
     ray.init(address=machines.address, log_to_driver=False)
-    groups = PlacementGroups("pieces/", {"CPU": 1})
+    groups = PlacementGroups("pieces/", {"CPU": 1}, least=2, wait_s=60.0, is_over=lambda: False)
 
     def place() -> list[set[str]]:
         """One turn of the controller. Returns the nodes of each group that is placed."""

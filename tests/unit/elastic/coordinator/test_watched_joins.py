@@ -78,16 +78,18 @@ def test_no_join_passes_where_the_watch_has_failed(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_for_how_long_one_was_there_is_known_when_it_has_ended(workers: Workers) -> None:
+def test_for_how_long_one_was_there_is_known_when_it_has_ended(tmp_path: Path) -> None:
     """It counts from its hello: what it imported before took its time."""
 
-    async def run() -> None:
-        start(workers).answer.set_result(None)
+    async def run() -> Workers:
+        agent, workers = start(tmp_path)
+        agent.answer.set_result(None)
         await workers.until_watched("new")
         await workers.lose("new", CRASH, "its process ended")
+        return workers
 
     begun_s = time.monotonic()
-    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    workers = asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
     there_s, *others = workers.there_s([("N", 7), ("N", 8), ("M", 7)], begun_s + 100.0)
     assert others == [None, None], "they never said hello"
     assert there_s is not None and there_s <= 100.0 < there_s + time.monotonic() - begun_s
