@@ -37,7 +37,7 @@ from elastic.protocol.saves import Upload
 from trainer.backend.groups import leave_replica_group, make_replica_group
 from trainer.backend.rendezvous import Rendezvous
 from trainer.engine.engine import Engine
-from trainer.engine.host_copy import HostBuffer
+from trainer.engine.host_copy import HostBuffer, Share
 from trainer.parallel.layout import ParallelDims, Slot
 from trainer.recovery.heal import Newcomer
 from trainer.recovery.heal_source import Source
@@ -130,7 +130,7 @@ class Worker:
         """What this worker writes of a save."""
         return sum(t.nbytes for t in self._share().tensors)
 
-    def _share(self) -> Any:
+    def _share(self) -> Share:
         return self.engine.state.share(self.engine.slot.replica, self.replicas)
 
     # -- ours --------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Worker:
         share = self._share()
         planned_s = time.monotonic()
         if self._buffer is None:
-            self._buffer = HostBuffer(share.size_bytes, share.device)
+            self._buffer = HostBuffer(share.size_bytes, self.engine.device)
         made_s = time.monotonic()
         self.engine.state.copy_to(self._buffer, share).wait()  # there is no step to go on with
         buffer = self._buffer
@@ -155,7 +155,7 @@ class Worker:
             share_bytes=sum(tensor.nbytes for tensor in share.tensors),
         )
 
-    def _upload(self, share: Any, step: int, *, fd: int, number: int) -> Upload:
+    def _upload(self, share: Share, step: int, *, fd: int, number: int) -> Upload:
         return Upload(
             place="store",
             pid=os.getpid(),

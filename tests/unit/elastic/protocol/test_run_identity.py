@@ -454,7 +454,9 @@ def test_a_record_that_names_no_store_speaks_against_none(
         log.append(CheckpointCommitted(time=0, step=6, generation=1, bytes=1, seconds=1))
     identity = identify(after)
     save(after, 4, identity.id)
-    check_found(after, identity, "auto", find(after, identity))
+    origin = find(after, identity)
+    check_found(after, identity, "auto", origin)
+    warn_of_older(after, origin)
     assert "tells of a checkpoint of step 6, and the newest state that is found is" in caplog.text
 
 
