@@ -507,7 +507,7 @@ def test_what_changes_no_bit_is_tried_first_and_before_another_layout() -> None:
             "gather_ahead=1",
         ),
         (
-            {"recompute": "full", "loss_chunk": 64, "global_batch": 64},
+            {"recompute": "full", "loss_chunk": 512, "global_batch": 64},
             {"offload": OffloadConfig()},
             "offload=OffloadConfig()",
         ),
@@ -562,7 +562,7 @@ def test_a_router_s_loss_keeps_its_micro_batches(asked: bool) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": asked}
     experts["num_hidden_layers"] = 1
     model = ModelConfig(architecture="mixtral", settings={**SETTINGS, **experts})
-    task = replace(small_train().task, model=model, loss_chunk=16)
+    task = replace(small_train().task, model=model, loss_chunk=128)
     train = small_train(task=task, precision="bfloat16", recompute="full", global_batch=16)
     found = nearest_for(train, replace(train, micro_batch=1), 1, before=1)
     assert found == (None if asked else "micro_batch=1")
@@ -587,7 +587,7 @@ def test_what_is_offloaded_is_the_hosts() -> None:
     config = OffloadConfig(horizon=1, least_bytes=2**16)
 
     def needs(**changes: Any) -> RankNeeds:
-        train = small_train(global_batch=16, recompute="full", loss_chunk=16, **changes)
+        train = small_train(global_batch=16, recompute="full", loss_chunk=128, **changes)
         return dry_run(train, replicas=1, device="cuda")
 
     plain, moved = needs(), needs(offload=config)
