@@ -102,9 +102,9 @@ class Workers:
         return self.is_watched(worker) or self.started[worker].node in self._unwatched
 
     def there_s(self, workers: Iterable[tuple[str, int]], now_s: float) -> list[float | None]:
-        """For how long each of these has been there, whether it still is or not; None: it was never
-        heard."""
-        since_s = [self._since_s.get(worker) for worker in workers]
+        """For how long each of these, which have ended, was there; None: it was never heard, or was
+        asked of before."""
+        since_s = [self._since_s.pop(worker, None) for worker in workers]
         return [None if one is None else now_s - one for one in since_s]
 
     async def until_watched(self, worker: str) -> None:
@@ -342,7 +342,8 @@ class Workers:
     async def lose_unwatched(self, ended: Collection[tuple[str, int]]) -> None:
         """Writes off those of the workers that have `ended`, each by node and process, whose nodes
         have no agent that would know."""
-        self._ended.update(ended)
+        there = {(one.node, one.pid) for one in self.started.values()}
+        self._ended = (self._ended & there) | (there & set(ended))
         lost = {
             worker: identity.pid
             for worker, identity in self.started.items()

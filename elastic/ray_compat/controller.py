@@ -89,16 +89,17 @@ class CoordinatorDecides(FailurePolicy):
         lacks_room = isinstance(training_failed_error, ControllerError) and isinstance(
             training_failed_error.controller_failure, ResourcesError
         )
-        over = lacks_room or self.ends_run(newest=math.inf, launches=0, others=False)
+        over = lacks_room or self.ends_run(newest=math.inf, launches=0, others=False, heard=False)
         return FailureDecision.RAISE if over else FailureDecision.RETRY
 
-    def ends_run(self, *, newest: float, launches: int, others: bool) -> bool:
+    def ends_run(self, *, newest: float, launches: int, others: bool, heard: bool) -> bool:
         """Whether the run ends now that workers have ended.
 
         Args:
             newest: see FutileStarts.
             launches: see there.
             others: whether others are at work: then a machine where nothing starts does no harm.
+            heard: see there.
         """
         try:
             verdict, hellos = (
@@ -107,7 +108,7 @@ class CoordinatorDecides(FailurePolicy):
             )
         except ray.exceptions.RayError:
             return True
-        self._futile.count(hellos=hellos, newest=newest, launches=launches)
+        self._futile.count(hellos=hellos, newest=newest, launches=launches, heard=heard)
         futile = self._futile.in_a_row >= MOST_FUTILE_STARTS and not others
         return verdict is not None or futile
 
@@ -153,7 +154,10 @@ class ElasticController(TrainController):
         if ended or failures:
             there_s = policy.tell(ended)
             newest = math.inf if failures else max(worker.launch for worker in ended)
-            if policy.ends_run(newest=newest, launches=group.launches, others=bool(at_work)):
+            heard = any(for_s is not None for for_s in there_s)
+            if policy.ends_run(
+                newest=newest, launches=group.launches, others=bool(at_work), heard=heard
+            ):
                 return _with_failures(status, failures)
             group.dismiss(ended, there_s)
         try:

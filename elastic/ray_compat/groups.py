@@ -146,7 +146,7 @@ class PlacementGroups:
             self.shutdown()
             raise ResourcesError(
                 f"{self._least} workers with {self._each} each",
-                "others have taken the room that there was",
+                "the room that there was is taken, or its machine has gone",
                 wait_s,
                 "Add nodes, end what has them, or raise scaling.wait_s",
             )
@@ -162,6 +162,8 @@ class PlacementGroups:
             before = self._placed
             self._look_at_all()
             placed, now_s = self._placed, time.monotonic()
+            if self._is_over():
+                return "give_up"
             if placed > before:
                 placed_s = now_s
             decision = decide_start(
@@ -169,14 +171,14 @@ class PlacementGroups:
                 least=self._least,
                 whole=all(held.placed for held in self._held.values()),
                 since_s=now_s - placed_s,
-                left_s=0.0 if self._is_over() else deadline - now_s,
+                left_s=deadline - now_s,
             )
             if placed < self._least and not told and now_s - begun_s >= START_PATIENCE_S:
                 told = True
                 log.warning(
-                    "others have taken the room that there was: %d of the %d workers of the "
-                    "smallest layout are placed, with %s each. The run waits for it, %.0f s at "
-                    "most (scaling.wait_s)",
+                    "the room that there was is taken, or its machine has gone: %d of the %d "
+                    "workers of the smallest layout are placed, with %s each. The run waits for "
+                    "it, %.0f s at most (scaling.wait_s)",
                     placed,
                     self._least,
                     self._each,

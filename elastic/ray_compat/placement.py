@@ -112,7 +112,7 @@ class FutileStarts:
     """Tells workers that are lost on the way, however many, from workers that never get going.
 
     A start is futile when its worker ends before any worker started since the last count of hellos
-    has said hello.
+    has said hello. Those that fail beside workers that have got going say nothing of these.
     """
 
     def __init__(self) -> None:
@@ -120,16 +120,19 @@ class FutileStarts:
         self.in_a_row = 0
         """Times that only futile starts were seen."""
 
-    def count(self, *, hellos: int, newest: float, launches: int) -> None:
+    def count(self, *, hellos: int, newest: float, launches: int, heard: bool = False) -> None:
         """Workers have ended.
 
         Args:
             hellos: workers that have said hello so far.
             newest: launch of the latest one among those that have ended.
             launches: workers launched so far.
+            heard: whether one of those that have ended had said hello.
         """
         if hellos > self._hellos:
             self._hellos, self._settled, self.in_a_row = hellos, launches, 0
+        elif heard:
+            self.in_a_row = 0
         elif newest > self._settled:
             self.in_a_row += 1
 

@@ -148,11 +148,19 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         if self._groups.take_up():
-            self._take_up(worker_group_state_builder)
-            return
+            if self._have_begun():
+                self._take_up(worker_group_state_builder)
+                return
+            self._groups.shutdown()  # they were waited for, and no half of a start is held
         super()._start_impl(worker_group_state_builder)
         # Ray Train's own replacement goes by these, and by its one placement group.
         self._replica_groups = self._worker_rank_to_replica_group_rank = None
+
+    def _have_begun(self) -> bool:
+        """Whether workers were started before. A run may have lost all that it had."""
+        if named_actors(self._names.workers):
+            return True
+        return self._coordinator.call(CoordinatorApi.hellos) > 0
 
     def _take_up(self, builder: Any) -> None:
         """Goes on with the workers that a controller before this one has started."""
@@ -227,8 +235,8 @@ class ElasticWorkerGroup(WorkerGroup):
             named += f"; and {len(failures) - _MOST_NAMED} more"
         return WorkerGroupStartupFailedError(
             f"{len(hired)} of {len(hired) + len(failures)} workers have started, and the smallest "
-            f"layout needs {self._wanted.least}. None did {named}. Mend these machines, or take "
-            f"them out of the cluster; the supervisor's log has what Ray said of each"
+            f"layout needs {self._wanted.least}: {named}. Mend these machines, or take them out of "
+            f"the cluster; the supervisor's log has what Ray said of each"
         )
 
     # -- workers that come and go ------------------------------------------------------------------
@@ -255,7 +263,7 @@ class ElasticWorkerGroup(WorkerGroup):
             if seat[0] not in self._groups:  # given up meanwhile, and the worker with it
                 continue
             if isinstance(outcome, Exception):
-                log.warning("a worker did not start and is tried again: %s", outcome)
+                log.warning("%s; its seat is tried again", outcome)
                 failures.append(outcome)
                 self._pauses.ended(seat, time.monotonic(), there_s=None)
             else:
@@ -432,9 +440,10 @@ class ElasticWorkerGroup(WorkerGroup):
             for i, seat in enumerate(seats)
         ]
         calls = [actor.get_metadata.remote() for actor in actors]
-        begun_s, least = time.monotonic(), min(self._wanted.least, len(calls))
-        if len(ray.wait(calls, num_returns=least, timeout=_HIRE_S)[0]) == least:
-            ray.wait(calls, num_returns=len(calls), timeout=_LATE_S)
+        begun_s = time.monotonic()
+        late = _await_least(calls, min(self._wanted.least, len(calls)), begun_s + _HIRE_S)
+        if late:
+            ray.wait(late, num_returns=len(late), timeout=_LATE_S)
         waited_s = time.monotonic() - begun_s
         outcomes: list[SeatedWorker | Exception] = []
         for launch, (actor, call, seat) in enumerate(
@@ -455,8 +464,26 @@ class ElasticWorkerGroup(WorkerGroup):
         node = self._groups.look(group)[1].get(bundle)
         found = None if node is None else find_node(node)
         where = f"node {node} ({found.address})" if found is not None else f"node {node}"
-        log.warning("a worker did not start on %s: %s", where, fact if late else error)
-        return WorkerGroupStartupFailedError(f"on {where}: {fact}")
+        log.info("a worker did not start on %s: %s", where, error)
+        return WorkerGroupStartupFailedError(f"a worker did not start on {where}: {fact}")
+
+
+def _await_least(calls: list[Any], least: int, deadline: float) -> list[Any]:
+    """Waits until so many workers are there, or too many have failed. Returns the calls that have
+    no answer yet; none where the least are not there."""
+    left, good = calls, 0
+    while 0 < least - good <= len(left) and (for_s := deadline - time.monotonic()) > 0:
+        answered, left = ray.wait(left, num_returns=least - good, timeout=for_s)
+        good += sum(map(_is_there, answered))
+    return left if good >= least else []
+
+
+def _is_there(call: Any) -> bool:
+    try:
+        ray.get(call, timeout=0)
+    except ray.exceptions.RayError:
+        return False
+    return True
 
 
 def _world_rank() -> int:
