@@ -75,8 +75,8 @@ class Restores:
         """Generation -> nodes from which the store could not be reached, and from here it could."""
         self._tried_again: dict[str, int] = {}
         """Such a node -> generation after which the next roster tries once more."""
-        self._away_since_s, self._in_vain = -math.inf, math.inf
-        """Since when nobody reaches the store, and the regroups in vain when that was told last."""
+        self._away_since_s, self._came = -math.inf, -1
+        """Since when nobody reaches the store, and the steps that had come by then."""
         self._waited_in = 0
         """Generation that could not reach it, after which the next roster tries again."""
         records.followers.append(self._hear)
@@ -154,17 +154,23 @@ class Restores:
         """
         if not (_may_pass(told) and _may_pass(seen)):
             return False
-        in_vain = self._membership.progress.spent_in_vain
-        if in_vain <= self._in_vain:  # the roster before could read it, or there was none
-            self._away_since_s = began_s
+        membership, progress = self._membership, self._membership.progress
+        if progress.came != self._came:  # it was read since, or never was away
+            self._away_since_s, self._came = began_s, progress.came
             self._records.note(events.RestoreWaits(time=time.time(), step=step, reason=str(told)))
-        self._in_vain = in_vain
         most = self._config.groups.max_regroups_without_progress
-        if began_s - self._away_since_s > _PATIENCE_S or in_vain + 1 >= most:
+        over = began_s - self._away_since_s > _PATIENCE_S
+        if over or progress.spent_in_vain + 1 >= most:
             return False
         self._waited_in = generation
+        until_s = began_s + min(_ANSWER_S, self._config.health.regroup_timeout_s / 2)
         still: CheckpointError | None = seen
-        while still is not None and _may_pass(still) and time.monotonic() < began_s + _ANSWER_S:
+        while (
+            still is not None
+            and _may_pass(still)
+            and membership.stopped is None
+            and time.monotonic() < until_s
+        ):
             await asyncio.sleep(_LOOK_S)
             still = await self._look_again(step, told)
         return True

@@ -243,7 +243,7 @@ class RunLog:
             if effects.regrouped.outcome == "restore":
                 self._began = min(self._began, effects.regrouped.step)
             self.note(_regroup_done(now, effects.regrouped, self._config.checkpoint.fixed_steps))
-        if effects.short_of and effects.short_of != self._short_of:
+        if effects.short_of > self._short_of:
             self.note(_below_minimum(now, membership, effects.short_of))
         self._short_of = effects.short_of
         if membership.stopped is not None and not self._decided:
@@ -346,11 +346,15 @@ def _is_cut_off(regrouped: Regrouped, every_steps: int | None) -> bool:
 def _below_minimum(now: float, membership: Membership, missing: int) -> events.BelowMinimum:
     config, places = membership.config, membership.places
     idle = sum(worker in membership.waiting and not places.of(worker) for worker in places.retired)
-    besides = f"; {idle} more are here and get no place: their machines are at fault, or will go"
+    others = idle + len(places.idle) - membership.formations.usable
+    besides = (
+        f"; {others} more are here and get no place: their machines are at fault or will go, or "
+        f"their versions are others (worker_refused)"
+    )
     return events.BelowMinimum(
         time=now,
         alive=places.whole,
         needed=config.min_replicas,
         missing=f"{missing} workers (a replica has {config.workers_per_replica}); add machines or "
-        f"lower scaling.min_replicas{besides if idle else ''}",
+        f"lower scaling.min_replicas{besides if others else ''}",
     )

@@ -274,8 +274,9 @@ def check_found(paths: RunPaths, identity: RunIdentity, resume: Resume, origin: 
         raise ConfigError(
             "checkpoint.resume",
             resume,
-            f"no checkpoint in {paths.checkpoints} can be read; there are {', '.join(unreadable)}",
-            f"Repair them, or begin anew: delete them, or use {_to_begin_anew(paths)}",
+            f"no checkpoint in {paths.checkpoints} can be read; there are {'; '.join(unreadable)}",
+            f"Repair them, use the version that wrote them, or begin anew: delete them, or use "
+            f"{_to_begin_anew(paths)}",
         )
     if resume != "never" and step is not None:
         raise _lost(paths, resume, step, origin)
@@ -358,19 +359,19 @@ def _to_begin_anew(paths: RunPaths) -> str:
 
 
 def _unreadable(paths: RunPaths, gave_up: Callable[[Manifest], bool]) -> list[str]:
-    """Commit records that cannot be read, and all that were set aside, where none can; without
-    those that the run went back for, which are set aside though they are sound."""
+    """Commit records that cannot be read, with what is wrong, and all that were set aside, where
+    none can; without those that the run went back for, which are set aside though sound."""
     store, keys, endings = open_store(paths.checkpoints), Keys(), (".json", f".json{SET_ASIDE}")
 
-    def counts(key: str) -> bool:
+    def told(key: str) -> str | None:
         try:
-            return not gave_up(Manifest.from_bytes(store.get(key), key))
-        except (CorruptError, MissingError):
-            return True
+            return None if gave_up(Manifest.from_bytes(store.get(key), key)) else key
+        except (CorruptError, MissingError) as error:
+            return str(error).rstrip(".")
 
     listed = store.list(keys.commits)
     found = [key for key in listed if key.endswith(endings) or is_foreign(keys, key)]
-    return [key for key in found if counts(key)]
+    return [words for key in found if (words := told(key)) is not None]
 
 
 def _missing(origin: Origin) -> int | None:

@@ -10,6 +10,7 @@ survivors may still hold a whole copy between them: then they become one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from elastic.membership.decisions import GroupConfig
@@ -52,19 +53,21 @@ class Formations:
         self._repairs: set[int] = set()
         self._reassembled = False
         self._kept = 0  # number of the replica that goes on with what its workers hold
-        self._versions: Versions | None = None  # the run's; None: nobody who has them is there
-        self._odd: set[str] = set()  # workers of other ones, which get no place for that alone
+        self._versions: Versions | None = None  # the run's; None: no replica has formed yet
         self._refused: dict[str, str] = {}
 
-    def resume(self, begun: int, broken: Sequence[Replica], *, kept: int) -> None:
+    def resume(
+        self, begun: int, broken: Sequence[Replica], *, kept: int, placed: Sequence[str]
+    ) -> None:
         """Goes on after those that had `begun` before the coordinator was lost, of which some were
-        `broken` then, and `kept` goes on with what its workers hold."""
+        `broken` then, and `kept` goes on with what its workers hold. `placed` are all that had a
+        place in any."""
         self.begun = begun
         self._broken.extend(broken)
         self._kept = kept
         self._repairs.update(self._places.forming)  # some may hold a part of the state
-        for replica in (*self._places.standing.values(), *self._places.forming.values()):
-            self._versions = self._members[replica.workers[0]].versions
+        if placed:
+            self._versions = decide_versions(self._members[worker].versions for worker in placed)
 
     # -- the end of a formation --------------------------------------------------------------------
 
@@ -78,14 +81,12 @@ class Formations:
             *others, _ = self._places.remnants.values()
             self.keep_remnants({w for remnant in others for w in remnant.workers.values()})
         self._reassembled = False
-        self._forget_odd(worker)
-        if all(one.versions != self._versions for w, one in self._members.items() if w != worker):
-            self._welcome_odd()
+        self._refused.pop(worker, None)
 
     def retire(self, worker: str) -> None:
         """A worker is to get no place any more. At the start, others no longer wait for it."""
         self._await_no_longer(worker)
-        self._forget_odd(worker)
+        self._refused.pop(worker, None)
         self._give_up(self._places.retire(worker))
 
     def comes(self, worker: str, built: int) -> None:
@@ -139,27 +140,14 @@ class Formations:
         if self._versions in (None, versions) or worker in self._places.retired:
             return
         self.retire(worker)
-        self._odd.add(worker)
         self._refused[worker] = describe_difference(versions, self._versions)
 
-    def _forget_odd(self, worker: str) -> None:
-        """It is gone, or is to go."""
-        self._odd.discard(worker)
-        self._refused.pop(worker, None)
-
     def _settle_versions(self) -> None:
-        """Nobody has a place: the run's versions are those of most who wait for one."""
+        """No replica has formed: the run's versions are those of most who wait for a place."""
         idle = [worker for worker in self._waiting if worker in self._places.idle]
         self._versions = decide_versions(self._members[worker].versions for worker in idle)
         for worker in idle:
             self._compare(worker)
-
-    def _welcome_odd(self) -> None:
-        """Nobody with the run's versions is left, as where all machines have a new image by now:
-        it goes on with others."""
-        self._versions = None
-        self._places.readmit(self._odd)
-        self._odd.clear()
 
     # -- new ones ----------------------------------------------------------------------------------
 
@@ -181,19 +169,34 @@ class Formations:
 
     def from_pool(self) -> tuple[Replica, ...]:
         """Forms the replicas that there is room and workers for."""
-        if self._enough_wait and self._versions is None:
-            self._settle_versions()
         if not self._enough_wait:
             return ()
+        if self._versions is None:
+            self._settle_versions()
         if self._room <= 0:
             return self._succeed_a_straddling_one()
         return self._form(self._choose_from_pool())
 
     @property
     def _enough_wait(self) -> bool:
-        """Whether there may be workers for a replica."""
+        """Whether there may be workers for a replica, and at the start for the smallest layout,
+        where not all have the same versions."""
+        size, idle = self._config.workers_per_replica, len(self._places.idle)
         least = self._start_workers if self.begun == 0 else 1
-        return len(self._places.idle) >= max(least, self._config.workers_per_replica)
+        if idle < max(least, size):
+            return False
+        needed = (self._config.min_replicas if self.begun == 0 else 1) * size
+        usable = self.usable
+        return usable == idle or usable >= needed
+
+    @property
+    def usable(self) -> int:
+        """Idle workers that one layout can be made of: before the run has versions, those that most
+        have."""
+        idle = self._places.idle
+        if self._versions is not None:
+            return len(idle)
+        return max(Counter(self._members[worker].versions for worker in idle).values(), default=0)
 
     @property
     def _spare(self) -> set[str]:
@@ -381,7 +384,5 @@ class Formations:
 
     def _begin(self, replicas: Sequence[Replica]) -> tuple[Replica, ...]:
         self.begun += len(replicas)
-        for replica in replicas:
-            self._versions = self._members[replica.workers[0]].versions
         self._places.form(replicas)
         return tuple(replicas)

@@ -249,7 +249,8 @@ class Membership:
         self.places.form((*found.standing, *found.forming))
         self.places.seat(found.standing)
         begun = max([formations, *(standing.formed for standing in standings)])
-        self.formations.resume(begun, found.broken, kept=found.kept)
+        placed = [standing.identity.worker for standing in standings if standing.formed]
+        self.formations.resume(begun, found.broken, kept=found.kept, placed=placed)
         self.heals.resume(found.heals, found.roster, found.behind, found.doubtful)
         self._torn = set(found.torn)
         self.call = None if started else "start"
@@ -472,9 +473,10 @@ class Membership:
         if missing or self.formations.keeping or (not places.standing and places.unready):
             if missing:
                 self._build(self.formations.repair_here(), effects, keep=True)
-            here = len(places.idle) + whole * self.config.workers_per_replica
-            needed = self.config.min_replicas * self.config.workers_per_replica
-            effects.short_of = 0 if self.formations.awaits_start else max(0, needed - here)
+            if not self.formations.awaits_start:
+                here = self.formations.usable + whole * self.config.workers_per_replica
+                needed = self.config.min_replicas * self.config.workers_per_replica
+                effects.short_of = max(0, needed - here)
             return
         least, most = self.config.min_replicas, self.config.max_replicas
         leaving = plan_departures(places, self.heals, least, most)

@@ -186,11 +186,6 @@ class Places:
             return None
         return self._dissolve(replica)
 
-    def readmit(self, workers: Iterable[str]) -> None:
-        """Workers that were to get no place may get one again."""
-        self.retired.difference_update(workers)
-        self._leave_idle([worker for worker in workers if worker in self._here])
-
     def take_apart(self, workers: Iterable[str]) -> None:
         """The replicas that `workers` have a place in stand no more."""
         for worker in workers:

@@ -21,6 +21,8 @@ class Progress:
         """Steps that are in the records, and steps that somebody has done."""
         self.began = 0
         """Step that the newest roster began at."""
+        self.came = 0
+        """How many steps were recorded here, those that were done again among them."""
         self.in_vain = 0
         """Regroups in a row after faults, with no step committed in between, that no loss of a
         worker explains."""
@@ -54,6 +56,7 @@ class Progress:
     def record(self, step: int) -> None:
         """`step` is committed and in the records."""
         self.recorded = step + 1
+        self.came += 1
         self.saw(step + 1)
 
     def checkpointed(self, step: int) -> None:

@@ -2,8 +2,8 @@
 
 Who computes with another torch comes to other bits, and would be taken for corrupt; another NCCL
 may not connect. The run's versions are those of its workers, not the driver's, whose machine may
-have no GPU: of most that wait when the first replicas form, and from then on of those that are
-there.
+have no GPU: of most that wait when the first replicas form. They stay, until the run is stopped and
+started again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic.protocol.messages import Versions
 
 _FIX = (
     "its bits would be others, or NCCL would not connect. Give its node the image of the others; "
-    "or stop the run, and start it again where all have the new one"
+    "or stop the run, and start it again: it takes the versions of most that are there then"
 )
 
 

@@ -285,6 +285,8 @@ class _Seats:
 
     slots: int
     """Replicas can be made of them, as far as the run wants any."""
+    pieces: int
+    """What is to be on one node, and is."""
     others: int
     """The rest: spares at most."""
     apart: bool
@@ -297,22 +299,22 @@ def _count_seats(wanted: Wanted, groups: Iterable[GroupView]) -> _Seats:
     """As membership makes replicas (`Formations`): where a node holds so many as are to be
     `together`, of such pieces alone, beyond `min_replicas`. Of a group without nodes yet it is
     hoped that its pieces find one each."""
-    rooms, coming, pieces, together = Counter[str](), 0, 0, wanted.together
+    rooms, coming, hoped, together = Counter[str](), 0, 0, wanted.together
     for group in groups:
         seats = set(range(group.size)) - group.draining
         placed = [group.nodes[seat] for seat in seats if seat in group.nodes]
         rooms.update(placed)
         coming += len(seats) - len(placed)
-        pieces += (len(seats) - len(placed)) // together
+        hoped += (len(seats) - len(placed)) // together
     there = sum(rooms.values()) + coming
-    useful = there
-    if max(rooms.values(), default=0) >= together:
-        whole = (sum(room // together for room in rooms.values()) + pieces) * together
+    useful, pieces = there, sum(room // together for room in rooms.values())
+    if pieces:
+        whole = (pieces + hoped) * together
         useful = max(whole, min(there, wanted.min_replicas * wanted.workers_per_replica))
     slots = min(useful, wanted.slots)
     torn = frozenset(node for node, room in rooms.items() if room % together)
     apart = bool(torn) and there - slots > wanted.spares
-    return _Seats(slots=slots, others=there - slots, apart=apart, torn=torn)
+    return _Seats(slots=slots, pieces=pieces, others=there - slots, apart=apart, torn=torn)
 
 
 def _without_useless(wanted: Wanted, groups: Sequence[GroupView]) -> list[GroupView]:
@@ -323,7 +325,7 @@ def _without_useless(wanted: Wanted, groups: Sequence[GroupView]) -> list[GroupV
         if have.apart and empty and not have.torn.isdisjoint(group.nodes.values()):
             others = [other for other in kept if other is not group]
             left = _count_seats(wanted, others)
-            if left.slots == have.slots:
+            if (left.slots, left.pieces) == (have.slots, have.pieces):
                 kept, have = others, left
     return kept
 

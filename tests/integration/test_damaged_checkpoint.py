@@ -104,5 +104,5 @@ def test_a_start_does_not_take_damaged_records_for_none(
 ) -> None:
     for step in steps_of(store):
         record(store, step).write_bytes(b"{")
-    with pytest.raises(ConfigError, match=r"can be read; there are m/0+2\.json, .*m/0+6\.json"):
+    with pytest.raises(ConfigError, match=r"can be read; there are m/0+2\.json: .*m/0+6\.json"):
         fit(six_steps(text, tmp_path))

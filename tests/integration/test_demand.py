@@ -151,7 +151,10 @@ def test_two_starts_that_want_the_same_machines_come_one_after_the_other(
 
 
 def test_a_start_that_lost_the_race_for_good_says_what_it_needs(cluster: None) -> None:
-    told = r"needs 2 workers with 1 CPU each, but the room that there was is taken, .* \(waited 1 s, scaling.wait_s"
+    told = (
+        r"needs 2 workers with 1 CPU each, but the room that there was is taken, .* "
+        r"\(waited 1 s, scaling.wait_s"
+    )
     with all_but(1), pytest.raises(ResourcesError, match=told):
         asked_for("gone", 2, wait_s=0.0).wait(1.0)
     assert standing("PENDING", "CREATED") == []

@@ -445,3 +445,55 @@ def test_the_last_one_stays_unless_there_is_a_snapshot(
         asyncio.run(desk.restores.failed("a", step, GENERATION, desk.damage(step)))
     assert desk.membership.progress.restore_step == 0
     assert list_steps(desk.store, KEYS) == left
+
+
+def test_a_second_outage_has_its_own_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the run has gone back without the loss of a worker."""
+    answers = iter([True, False, True, False])
+    monkeypatch.setattr("elastic.coordinator.restores._LOOK_S", 0.0)
+
+    def look(*_: Any) -> Any:
+        if next(answers):
+            raise AWAY
+        return load_manifest(desk.store, KEYS, 20)
+
+    monkeypatch.setattr("elastic.coordinator.restores.look_again", look)
+    progress = desk.membership.progress
+
+    async def play() -> None:
+        await desk.restores.failed("a", 20, progress.generation, AWAY)
+        assert desk.membership.stopped is None
+        progress.interrupted(20)
+        progress.begin(20, back=True)
+        progress.record(20)  # it is back
+        desk.restores._away_since_s -= 86400  # a day later
+        progress.interrupted(20)  # a run that goes back: no worker was lost
+        progress.begin(20, back=True)
+        await desk.restores.failed("a", 20, progress.generation, AWAY)
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+    assert desk.membership.stopped is None
+
+
+def test_losses_do_not_renew_the_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic.coordinator.restores._LOOK_S", 0.0)
+    monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.0)
+
+    def look(*_: Any) -> Any:
+        raise AWAY
+
+    monkeypatch.setattr("elastic.coordinator.restores.look_again", look)
+    progress = desk.membership.progress
+
+    async def play() -> None:
+        for _ in range(40):
+            await desk.restores.failed("a", 20, progress.generation, AWAY)
+            if desk.membership.stopped is not None:
+                return
+            desk.restores._away_since_s -= 400
+            progress.lost()
+            progress.interrupted(20)
+            progress.begin(20, back=True)
+
+    asyncio.run(asyncio.wait_for(play(), 30))
+    assert desk.membership.stopped is not None

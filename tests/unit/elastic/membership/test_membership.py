@@ -211,21 +211,31 @@ def test_one_that_does_not_say_its_versions_is_refused() -> None:
     assert "torch unknown where the run has 2.13.0" in detail
 
 
-def test_where_none_of_the_runs_is_left_others_go_on() -> None:
-    """All machines have a new image by now. Who is to go stays without a place."""
-    group = Group(replicas=2, start=1, restore_step=4)
-    group.start("a0")
-    group.versions.update(b1=OTHERS, c2=OTHERS, d3=OTHERS)
-    assert list(group.join("b1").refused) == ["b1"]
+def test_the_run_keeps_its_versions_where_all_who_had_them_are_lost() -> None:
+    """At once, say, and all are soon back: it is not handed to the one machine that waits."""
+    group = Group(replicas=2, least=2, restore_step=4)
+    group.start("a0", "b1")
+    group.versions["c2"] = OTHERS
     assert list(group.join("c2").refused) == ["c2"]
-    group.membership.drain("c2")
-    effects = group.lose("a0")
-    assert [replica.workers for replica in effects.formed] == [("b1",)]
-    effects = group.build("b1")
-    assert effects.regrouped is not None and effects.regrouped.outcome == "restore"
-    assert not group.join("d3").refused
-    group.versions["e4"] = OURS
-    assert list(group.join("e4").refused) == ["e4"]
+    group.lose("a0")
+    effects = group.lose("b1")
+    assert (effects.formed, effects.short_of) == ([], 2)
+    formed = [*group.join("d3").formed, *group.join("e4").formed]
+    assert [replica.workers for replica in formed] == [("d3",), ("e4",)]
+
+
+def test_the_start_waits_for_enough_of_the_same_versions() -> None:
+    """Nor does it take those who came first, if these are too few."""
+    group = Group(replicas=8, least=2)
+    group.versions.update({f"y{rank}": OTHERS for rank in range(1, 4)})
+    group.join("x0")
+    group.join("y1")
+    group.membership.formations.wait_no_longer()
+    effects = group.advance()
+    assert (effects.formed, effects.short_of, effects.refused) == ([], 1, {})
+    effects = group.join("y2")
+    assert {replica.workers for replica in effects.formed} == {("y1",), ("y2",)}
+    assert list(effects.refused) == ["x0"]
 
 
 @pytest.mark.parametrize("ends", ["lost", "dismissed"])
@@ -247,6 +257,16 @@ def test_a_coordinator_started_anew_knows_the_runs_versions_by_its_workers() -> 
     group.versions["b1"] = OTHERS
     assert list(group.join("b1").refused) == ["b1"]
     assert not group.join("c2").refused and group.membership.places.idle == {"c2"}
+
+
+def test_a_coordinator_started_anew_knows_them_where_no_replica_stands() -> None:
+    """It was lost together with a worker of each: those who are left hold the state."""
+    group = Group(replicas=2, each=2, generation=3)
+    group.versions.update(y4=OTHERS, y5=OTHERS)
+    group.resume(standing("a0", 1), standing("b3", 2))
+    group.join("y4")
+    effects = group.join("y5")
+    assert not effects.formed and group.membership.places.retired == {"y4", "y5"}
 
 
 # -- the start -------------------------------------------------------------------------------------

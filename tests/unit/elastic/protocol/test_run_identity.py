@@ -251,6 +251,18 @@ def test_where_all_was_set_aside_the_run_does_not_begin_from_the_seed(paths: Run
         check_found(paths, identity, "auto", find(paths, identity))
 
 
+def test_where_all_are_of_a_later_version_the_error_says_so(paths: RunPaths) -> None:
+    identity = identify(paths)
+    save(paths, 4, identity.id)
+    store = open_store(paths.checkpoints)
+    later = unsealed(store.get(KEYS.commit(4)))
+    later["tensors"][0][1][1] = "float99"
+    store.put(KEYS.commit(4), [seal(later)])
+    told = r"m/0+4\.json: a manifest of schema \d.* by a later .*Repair them, use the version that"
+    with pytest.raises(ConfigError, match=told):
+        check_found(paths, identity, "auto", find(paths, identity))
+
+
 @pytest.mark.parametrize(
     ("run", "weight", "fact"),
     [("mine", WIDER, r"another model.*exp_avg/w.*\[4, 5\]"), ("stranger", WEIGHT, "run stranger")],
@@ -504,7 +516,7 @@ def test_a_run_that_went_back_to_the_seed_begins_there_again(paths: RunPaths) ->
     with EventLog(paths.events) as log:
         for step in (4, 6):
             log.append(CheckpointCommitted(time=1, step=step, generation=1, bytes=1, seconds=1))
-        with pytest.raises(ConfigError, match=r"there are m/0+4\.json\.unreadable, m/0+6\.json"):
+        with pytest.raises(ConfigError, match=r"there are m/0+4\.json\.unreadable; m/0+6\.json"):
             check_found(paths, identity, "auto", replace(find(paths, identity), stored=None))
         log.append(back)
         check_found(paths, identity, "auto", find(paths, identity))
@@ -515,7 +527,7 @@ def test_a_run_that_went_back_to_the_seed_begins_there_again(paths: RunPaths) ->
         with pytest.raises(ConfigError, match="a checkpoint of step 2 was committed"):
             check_found(paths, identity, "auto", find(paths, identity))
         store.put(f"{KEYS.commit(6)}.unreadable", [b"damaged"])
-        with pytest.raises(ConfigError, match=r"there are m/0+6\.json\.unreadable\. Repair"):
+        with pytest.raises(ConfigError, match=r"there are m/0+6\.json\.unreadable: .*\. Repair"):
             check_found(paths, identity, "auto", find(paths, identity))
 
 
