@@ -160,6 +160,8 @@ def flops_per_token(work: Workload) -> dict[str, float]:
     task = prepared(work.train(2))
     model = task.build(0)[0]
     found = task.flops_per_token(model)
+    if ATTENTION not in found:
+        return found
     parameters = sum(param.numel() for param in model.parameters())
     return {**found, WITH_TABLE: 6 * parameters + found[ATTENTION] - found[SIX_N]}
 

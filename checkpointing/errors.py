@@ -26,10 +26,17 @@ _AWAY = frozenset(
     {
         *(numbers.ESTALE, numbers.ENOTCONN, numbers.ETIMEDOUT, numbers.EREMOTEIO),
         *(numbers.EHOSTDOWN, numbers.EHOSTUNREACH, numbers.ENETDOWN, numbers.ENETUNREACH),
-        *(numbers.ENETRESET, numbers.ECONNREFUSED, numbers.ECONNRESET, numbers.ECONNABORTED),
+        *(
+            numbers.ESHUTDOWN,
+            numbers.ENETRESET,
+            numbers.ECONNREFUSED,
+            numbers.ECONNRESET,
+            numbers.ECONNABORTED,
+        ),
     }
 )
-"""What a file system says while its server is away. ENOTCONN: a FUSE mount's process has ended."""
+"""What a file system says while its server is away. ENOTCONN: a FUSE mount's process has ended;
+ESHUTDOWN: Lustre has evicted this machine."""
 
 
 class CheckpointError(Exception):

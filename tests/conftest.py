@@ -32,7 +32,8 @@ settings.load_profile("here")
 
 
 def pytest_collection_finish() -> None:
-    """What is there now is not looked at any more; garbage of the tests is collected as ever."""
+    """What is there now is not looked at any more; garbage of the tests is collected as ever. With
+    pytest-xdist the first process collects nothing, and runs none."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -6,7 +6,7 @@
 93 `attach`, `stop`, `watch`: the run failed, and starting it again is useless
 2  bad input, or what was asked cannot be done: one line on standard error says why
 3, 4, 5          `doctor` found something worse (`elastic/doctor/finding.py`)
-130, 143         Ctrl-C, SIGTERM: what a command had begun was put in order, as after an error
+130, 143         Ctrl-C, SIGTERM: what an export, an import or `prepare` had begun was put in order
 """
 
 from __future__ import annotations
@@ -16,15 +16,31 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 
 from checkpointing import CheckpointError
-from elastic.cli import checkpoints, clear, doctor, dryrun, live, logs, nodes, prepare, watch
+from elastic.cli import (
+    actions,
+    checkpoints,
+    clear,
+    doctor,
+    dryrun,
+    live,
+    logs,
+    nodes,
+    prepare,
+    watch,
+)
 from elastic.errors import ElasticError
 from elastic.reporting.event_log import RecordError
 from trainer.errors import TrainerError
+
+_PUT_IN_ORDER = (actions.export, actions.import_state, prepare.run)
+"""What leaves things behind when it is ended on the spot."""
+_AT_ONCE_S = 1.0
 
 
 class _TerminatedError(KeyboardInterrupt):
@@ -35,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit status. `arguments` default to the process's own."""
     options = parser().parse_args(arguments)
     try:
-        with _interrupted_by_sigterm():
+        with _interrupted_by_sigterm() if options.action in _PUT_IN_ORDER else nullcontext():
             return int(options.action(options))
     except _told_in_a_line() as error:
         if isinstance(error, BrokenPipeError):  # whoever read our output has had enough
@@ -52,15 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
     """In this block SIGTERM, where it would end this process on the spot, ends what is done as
-    Ctrl-C does. A second one changes nothing: `timeout` sends two."""
+    Ctrl-C does. A second one at once changes nothing, as `timeout` sends two; a later one ends the
+    process on the spot: storage that hangs may hold up what is put in order."""
     takes = threading.current_thread() is threading.main_thread()
     if not takes or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
+    first_s: list[float] = []
+
     def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _TerminatedError
+        first_s.append(time.monotonic())
+        if len(first_s) == 1:
+            raise _TerminatedError
+        if first_s[-1] - first_s[0] > _AT_ONCE_S:
+            os._exit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, interrupt)
     try:

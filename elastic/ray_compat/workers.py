@@ -219,6 +219,8 @@ class ElasticWorkerGroup(WorkerGroup):
         if len(hired) < self._wanted.least:
             for worker in hired:
                 ray.kill(worker.actor)
+            for failure in failed.values():
+                log.warning("%s. %s", failure, failure.__cause__)
             raise self._too_few(hired, list(failed.values()))
         for seat, error in failed.items():  # `settle` has them tried again, as all others
             self._starting.add(seat)
@@ -263,7 +265,7 @@ class ElasticWorkerGroup(WorkerGroup):
             if seat[0] not in self._groups:  # given up meanwhile, and the worker with it
                 continue
             if isinstance(outcome, Exception):
-                log.warning("%s; its seat is tried again", outcome)
+                log.warning("%s; its seat is tried again. %s", outcome, outcome.__cause__ or "")
                 failures.append(outcome)
                 self._pauses.ended(seat, time.monotonic(), there_s=None)
             else:
@@ -457,15 +459,16 @@ class ElasticWorkerGroup(WorkerGroup):
         return outcomes
 
     def _not_hired(self, seat: Seat, error: ray.exceptions.RayError, waited_s: float) -> Exception:
-        """Says where no worker has started, and why; the log has all of it."""
+        """Says where no worker has started, and why; its cause has all that Ray says."""
         late = isinstance(error, ray.exceptions.GetTimeoutError)
         fact = f"it was not there after {waited_s:.1f} s" if late else last_line(error)
         group, bundle = seat
         node = self._groups.look(group)[1].get(bundle)
         found = None if node is None else find_node(node)
         where = f"node {node} ({found.address})" if found is not None else f"node {node}"
-        log.info("a worker did not start on %s: %s", where, error)
-        return WorkerGroupStartupFailedError(f"a worker did not start on {where}: {fact}")
+        failure = WorkerGroupStartupFailedError(f"a worker did not start on {where}: {fact}")
+        failure.__cause__ = error
+        return failure
 
 
 def _await_least(calls: list[Any], least: int, deadline: float) -> list[Any]:

@@ -19,7 +19,7 @@ from elastic.ray_compat.controller import ElasticBackendConfig
 from elastic.ray_compat.groups import end_all
 from elastic.ray_compat.placement import Wanted
 from elastic.ray_compat.workers import ElasticWorkerGroup
-from tests.support.failing_workers import SecondFails, SecondHangs
+from tests.support.failing_workers import SecondFails, SecondFailsThirdIsSlow, SecondHangs
 from tests.support.watching import wait_until
 
 PREFIX = "seats/"
@@ -110,7 +110,7 @@ def test_a_run_starts_without_a_worker_that_does_not_start_and_tries_its_seat_ag
 def test_a_start_with_too_few_workers_names_machines_and_causes(
     seats: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = r"2 of 3 workers have started, and .* needs 3\. None did on node .*no space left"
+    told = r"2 of 3 workers have started, and .* needs 3: a worker did not start .*no space left"
     with caplog.at_level(logging.WARNING), pytest.raises(WorkerGroupStartupFailedError, match=told):
         first_workers(group_of(3, least=3), SecondFails)
     assert "OSError: no space left on device" in caplog.text
@@ -125,6 +125,15 @@ def test_a_worker_that_is_never_there_is_ended(
     with pytest.raises(WorkerGroupStartupFailedError, match=told):
         first_workers(group_of(2, least=2), SecondHangs)
     wait_until(lambda: not named_actors(PREFIX))
+
+
+def test_one_that_has_failed_is_none_of_the_least(
+    seats: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first and the one that is slow are; the slow one has all the time."""
+    monkeypatch.setattr(module, "_LATE_S", 0.0)
+    started = first_workers(group_of(3, least=2), SecondFailsThirdIsSlow)
+    assert sorted(one.launch for one in started) == [1, 3]
 
 
 def test_a_start_waits_no_longer_for_the_rest_once_it_has_enough(

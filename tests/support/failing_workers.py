@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import ray
 from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
@@ -28,4 +29,13 @@ class SecondHangs(RayTrainWorker):
     def __init__(self) -> None:
         if _launch() == 2:
             threading.Event().wait()
+        super().__init__()
+
+
+class SecondFailsThirdIsSlow(SecondFails):
+    """The third one is there once the second one has failed, and all have been waited for."""
+
+    def __init__(self) -> None:
+        if _launch() == 3:
+            time.sleep(2.0)
         super().__init__()

@@ -112,6 +112,29 @@ def test_an_export_that_is_interrupted_leaves_nothing(
     assert list(target.parent.iterdir()) == []
 
 
+_HANGING_EXPORT = """
+import os, shutil, signal, sys, threading
+from checkpointing import Reader
+from elastic.cli import main as module
+
+def terminate(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def hang(*_, **__):
+    threading.Timer(0.1, terminate).start()
+    threading.Event().wait()
+
+Reader.read, shutil.rmtree, module._AT_ONCE_S = terminate, hang, 0.0
+module.main(["checkpoints", "export", sys.argv[1], "newest", sys.argv[2], "--to", "dcp"])
+"""
+
+
+def test_a_later_sigterm_ends_an_export_whose_storage_hangs(run: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HANGING_EXPORT, str(run), str(tmp_path / "exported")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
 def test_the_entry_point_names_a_function() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (entry,) = [line for line in text.splitlines() if line.startswith("elastic = ")]

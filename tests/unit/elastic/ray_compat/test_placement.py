@@ -237,6 +237,27 @@ def test_a_start_takes_the_least_or_waits_without_it(
     assert decided == decision
 
 
+@pytest.mark.parametrize("on_pieces", [True, False], ids=["one trains on pieces", "nobody works"])
+def test_a_group_whole_on_its_node_is_kept(on_pieces: bool) -> None:
+    """Also where that makes no replica more, as beside the least one that may lie on pieces."""
+    wanted = Wanted(replicas=2, workers_per_replica=2, spares=0, together=2)
+    pieces = group("p", nodes="ab", living={0, 1} if on_pieces else ())
+    decided = plan_placement(wanted, [pieces, group("q", nodes="aa")], 8)
+    assert "q" not in decided.give_up
+    assert {("q", 0), ("q", 1)} <= set(decided.fill)
+
+
+def test_what_never_starts_beside_a_worker_is_none_of_its_failures() -> None:
+    """A machine fails for days; then the worker that trains is lost for once."""
+    starts = FutileStarts()
+    starts.count(hellos=1, newest=1, launches=2)
+    for launch in range(3, 20):
+        starts.count(hellos=1, newest=math.inf, launches=launch)
+    starts.count(hellos=1, newest=1, launches=20, heard=True)
+    starts.count(hellos=1, newest=math.inf, launches=21)
+    assert starts.in_a_row == 1
+
+
 def test_workers_that_never_get_going_are_counted_and_others_are_not() -> None:
     starts = FutileStarts()
     starts.count(hellos=0, newest=2, launches=2)
