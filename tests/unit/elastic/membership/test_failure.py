@@ -125,11 +125,25 @@ def test_workers_of_one_replica_that_raise_together_are_one_try() -> None:
     assert decide_failure(many, HEALTH) is None, "one of the crashes, too"
 
 
+def test_errors_of_one_replica_after_the_other_are_a_crash_each() -> None:
+    """Where more tries are allowed at one step than crashes without progress."""
+    health = HealthConfig(max_same_step_errors=9, max_crashes=4)
+    errors = [user_error(3, committed=3) for _ in range(4)]
+    assert decide_failure(errors[:3], health) is None
+    reason = decide_failure(errors, health)
+    assert reason is not None and reason.startswith("4 incidents took 4 workers with 3 steps")
+
+
 def test_errors_outside_of_any_step_count_while_there_is_no_progress() -> None:
     reason = decide_failure([user_error(None, 7), user_error(None, 7)], HEALTH)
     assert reason is not None
     assert reason.startswith("user code raised, 2 times while a replica was built, with 7 steps")
     assert decide_failure([user_error(None, 7), user_error(None, 8)], HEALTH) is None
+
+
+def test_an_error_that_comes_back_at_a_step_counts_whatever_is_in_the_records() -> None:
+    """The lead may have died before it showed the step before."""
+    assert decide_failure([user_error(3, committed=2), user_error(3, committed=3)], HEALTH)
 
 
 def test_errors_at_different_steps_and_crashes_at_one_are_bad_luck() -> None:
@@ -171,9 +185,10 @@ def test_machines_that_go_one_after_the_other_are_an_incident_each() -> None:
     assert reason is not None and reason.startswith("4 incidents took 25 workers with 0 steps")
 
 
-def test_a_seat_that_is_lost_again_is_an_incident_each_time() -> None:
+@pytest.mark.parametrize("seat", [0, 5])
+def test_a_seat_that_is_lost_again_is_an_incident_each_time(seat: int) -> None:
     """Else a worker that dies as soon as it is started would never end a run."""
-    soon = [dataclasses.replace(loss(), time=float(second), seat=5) for second in range(4)]
+    soon = [dataclasses.replace(loss(), time=float(second), seat=seat) for second in range(4)]
     assert decide_failure(soon[:3], HEALTH) is None
     assert decide_failure(soon, HEALTH) is not None
 

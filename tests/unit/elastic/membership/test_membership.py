@@ -672,6 +672,17 @@ def test_a_call_to_join_may_arrive_after_the_news_of_its_death() -> None:
     assert group.join("b0").formed[0].workers == ("b0",)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_spare_that_is_gone_or_will_go_gets_no_place(lost: bool) -> None:
+    group = Group(replicas=1)
+    group.start("a0", "b1", "c2")
+    if lost:
+        group.lose("b1")
+    else:
+        group.membership.drain("b1")
+    assert [replica.workers for replica in group.lose("a0").formed] == [("c2",)]
+
+
 # -- replicas that lose a worker and are made whole again ------------------------------------------
 
 
@@ -734,6 +745,31 @@ def test_without_a_spare_it_follows_until_somebody_comes() -> None:
     effects = group.join("d3", step=9, last=commit(8, boundary=True), rank=1, built=0)
     assert [replica.workers for replica in effects.formed] == [("e2", "d3")]
     assert run_of(effects, "d3").build is not None
+
+
+def test_a_follower_that_is_called_before_it_has_built_its_part_goes_on_building() -> None:
+    """It builds beside the steps: its peers in there need not begin anew."""
+    group, _ = with_a_follower("e4")
+    group.membership.cross_lost(group.membership.roster.generation, "reset")
+    assert signals(group.advance()) == dict.fromkeys(("a0", "b1", "d3"), "fault")
+    for rank, worker in enumerate(("a0", "b1")):
+        group.join(worker, step=3, in_step=True, last=commit(2), rank=rank)
+    effects = group.join("d3", step=3, in_step=True, last=commit(2), rank=1, built=0)
+    assert effects.formed == [] and not group.membership.replica_broken("e4", 3)
+    run = run_of(effects, "d3")
+    assert run.build is not None and run.build.formed == 3
+
+
+def test_spares_that_a_repair_does_not_need_form_a_replica_before_it() -> None:
+    group = Group(replicas=3, each=2, start=4, lanes=4)
+    group.start("a0", "b1", "c2", "d3")
+    group.lose("c2")
+    for rank, worker in enumerate(("a0", "b1")):
+        group.join(worker, step=3, in_step=True, last=commit(2), rank=rank)
+    group.join("d3", step=3, in_step=True, last=commit(2), rank=1, built=0)
+    assert group.join("e4").called == "repair"
+    assert group.join("f5").formed == []
+    assert [replica.workers for replica in group.join("g6").formed] == [("f5", "g6")]
 
 
 def test_one_that_missed_the_commit_finishes_the_step_as_it_follows() -> None:
@@ -1452,6 +1488,23 @@ def test_there_is_one_successor_for_each_straddling_replica() -> None:
     assert [replica.workers for replica in group.lose("f5").formed] == [("h7", "i8")]
 
 
+def test_of_two_straddling_replicas_the_one_on_more_nodes_is_left() -> None:
+    nodes = {"k": "a0 b1", "l": "c2", "m": "d3", "n": "e4", "o": "f5", "p": "g6 h7 i8"}
+    dims = ParallelDims(shard=3)
+    group = on_nodes(Group(replicas=2, dims=dims, least=2, start=6), **nodes)
+    here, successor = ("a0", "b1", "c2", "d3", "e4", "f5"), ("g6", "h7", "i8")
+    group.start(*here)
+    for worker in successor:
+        group.join(worker)
+    group.build(*successor)
+    boundary(group, 5, *here)
+    for worker in successor:
+        group.membership.caught_up(worker)
+    assert group.advance().called == "move"
+    effects = boundary(group, 8, *here, *successor)
+    assert layout(effects) == {0: ("a0", "b1", "c2"), 1: successor}
+
+
 def test_a_straddling_replica_stays_where_another_one_is_lost() -> None:
     """Its successor takes the place of that one."""
     group = straddling_group()
@@ -1822,6 +1875,18 @@ def test_a_loss_before_a_planned_regroup_begins_the_row_anew() -> None:
     group.lose("s9")
     grow(group, "c2", "a0", "b1", step=5)
     assert fail_with_a_newcomer(group, "c2", "a0", "b1", step=5) == 0.0
+
+
+def test_the_regroup_that_a_loss_explains_is_not_one_of_the_row() -> None:
+    group = Group(replicas=2)
+    group.start("a0", "b1")
+    group.join("s9")
+    group.lose("s9")
+    for _ in range(IN_VAIN):
+        fail_together(group, "a0", "b1", step=5)
+    assert group.membership.stopped is None
+    fail_together(group, "a0", "b1", step=5)
+    assert group.membership.stopped is not None
 
 
 def test_no_replica_gets_the_number_of_one_that_stands_and_is_in_no_record() -> None:

@@ -56,7 +56,7 @@ def test_a_replica_that_lost_a_worker_does_not_stand() -> None:
 
 
 def test_a_replica_that_had_left_is_not_missed() -> None:
-    left = [standing(w, 3, r, generation=2) for r, w in enumerate(("e4", "f5"))]
+    left = [standing(w, 3, r, generation=2, replicas=3) for r, w in enumerate(("e4", "f5"))]
     found = resume([*TWO_BY_TWO, *left])
     without = resume(TWO_BY_TWO)
     assert (found.roster, found.standing) == (without.roster, without.standing)
@@ -145,7 +145,8 @@ def test_a_successor_that_forms_beside_all_others_is_given_up() -> None:
 
 def test_a_replica_may_have_the_index_of_a_younger_one_that_left() -> None:
     """It was a successor, and got that index when the younger one left, which is there yet."""
-    left = [standing(w, 3, r, generation=2, replica=0) for r, w in enumerate(("e4", "f5"))]
+    names = enumerate(("e4", "f5"))
+    left = [standing(w, 3, r, generation=2, replica=0, position=0) for r, w in names]
     found = resume([*TWO_BY_TWO, *left])
     assert found.consistent and [replica.formed for replica in found.standing] == [1, 2]
     assert [replica.formed for replica in found.broken] == [3]
@@ -160,6 +161,23 @@ def test_a_successor_whose_extra_index_another_one_forms_with_may_have_got_a_pla
     found = resume([*three, *old, *beside])
     assert sorted(replica.formed for replica in found.standing) == [1, 2, 3]
     assert found.doubtful == {3} and [replica.formed for replica in found.broken] == [5]
+
+
+def test_a_successor_is_kept_while_what_is_left_of_the_one_before_follows() -> None:
+    """The remnant is of the newest roster, and the successor of none yet; both have its index."""
+    (remnant,) = [replace(s, position=1, replicas=1) for s in TWO_BY_TWO if s.rank and s.replica]
+    alone = [replace(s, replicas=1) for s in TWO_BY_TWO if not s.replica]
+    successor = [standing(w, 3, r, generation=0, replica=1) for r, w in enumerate(("e4", "f5"))]
+    found = resume([*alone, remnant, *successor])
+    assert [replica.formed for replica in found.forming] == [3]
+    assert [replica.formed for replica in found.standing] == [1]
+
+
+def test_the_newest_roster_counts_where_one_worker_alone_has_heard_of_it() -> None:
+    """The next one must not have its number."""
+    (heard, *others) = sorted(TWO_BY_TWO, key=lambda s: s.rank)
+    found = resume([*others, replace(heard, generation=4)])
+    assert found.roster.generation == 4
 
 
 def test_nobody_is_nothing() -> None:
