@@ -406,3 +406,5 @@ def test_of_a_slow_replica_the_worker_whose_gpu_is_slowed_is_named() -> None:
 def test_two_slow_replicas_or_too_few_that_wait_say_nothing() -> None:
     assert verdicts(*paces(w2="little", w4="little", w0="much", w1="much", w6="much")) == []
     assert verdicts(*paces(w2="little", w0="much", w1="much")) == []
+    half = {worker: "much" for worker in ("w0", "w1", "w4")}
+    assert verdicts(*paces(w2="little", w3="little", **half)) == []

@@ -196,6 +196,11 @@ SILENT = {"lost": 0.0, "unanswered": 1.0}
         ([{**WELL, "nvlink_errors": float(i)} for i in range(15)], set()),
         ([{**WELL, "nvlink_errors": float(i // 4)} for i in range(31)], set()),
         (
+            [{**WELL, "nvlink_errors": float((i + 1) // 2)} for i in range(31)],  # 15 of 30
+            {("nvlink_errors", "confirmation", None, False, False)},
+        ),
+        ([{**WELL, "nvlink_errors": float(min(i, 20))} for i in range(40)], set()),  # they ended
+        (
             [{**WELL, "nvlink_recoveries": r} for r in (7.0, 8.0, 10.0, 28.0)],
             {("nvlink_recoveries", "confirmation", None, False, False)},
         ),
@@ -320,6 +325,17 @@ def test_what_a_worker_with_a_gpu_does_shows_there() -> None:
     assert names(still, gpu) == {"idle"}
     other = readings("gpu", "0000:05:00", *[{"utilization_percent": 0.0}] * 7, pids=(8,))
     assert names(still, other) == {"busy"}
+
+
+@pytest.mark.parametrize(
+    ("before", "since", "expected"),
+    [(0.0, 100.0, {"busy"}), (100.0, 0.0, {"idle"}), (0.0, 50.0, set())],
+)
+def test_what_its_gpu_did_since_a_worker_stands_still_counts(
+    before: float, since: float, expected: set[str]
+) -> None:
+    values = [{"utilization_percent": percent} for percent in (before, *[since] * 6)]
+    assert names(worker(7, cpu_share=0.0), readings("gpu", "g", *values, pids=(7,))) == expected
 
 
 def test_a_worker_whose_gpu_is_not_known_is_neither_idle_nor_busy() -> None:

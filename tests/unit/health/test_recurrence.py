@@ -42,6 +42,14 @@ def test_lines_of_logs_stay_weak() -> None:
     assert [seen.weigh(WEAK, [line], at_s).confidence for at_s in (0, 1, 2)] == ["weak"] * 3
 
 
+def test_a_reading_counts_beside_lines_and_only_where_the_verdict_is_of_it() -> None:
+    line = replace(ECC, source="log")
+    seen = Recurrence()
+    assert [seen.weigh(WEAK, [line, ECC], at_s).confidence for at_s in (0, 1)] == ["weak", "likely"]
+    seen, hot = Recurrence(), replace(ECC, name="hot")
+    assert [seen.weigh(WEAK, [line, hot], at_s).confidence for at_s in (0, 1)] == ["weak"] * 2
+
+
 def test_another_machine_or_another_sign_is_another_matter() -> None:
     seen = Recurrence()
     others = [WEAK, replace(WEAK, nodes=("n2",)), replace(WEAK, cause="node")]
@@ -49,5 +57,5 @@ def test_another_machine_or_another_sign_is_another_matter() -> None:
 
 
 def test_what_is_stronger_stays_as_it_is() -> None:
-    certain = replace(WEAK, confidence="certain")
-    assert Recurrence().weigh(certain, [ECC], 0.0) == certain
+    certain, seen = replace(WEAK, confidence="certain"), Recurrence()
+    assert [seen.weigh(certain, [ECC], at_s) for at_s in (0.0, 1.0)] == [certain] * 2

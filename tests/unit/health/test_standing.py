@@ -55,6 +55,14 @@ def test_a_line_that_comes_again_is_repeated_once() -> None:
     assert not standing.take([LINE], 10.0)
 
 
+def test_what_stands_in_a_storm_goes_on_standing_while_it_is_seen() -> None:
+    standing = Standing()
+    storm = [replace(READ, of=str(number)) for number in range(MOST)]
+    standing.take(storm, 0.0)
+    assert not standing.take(storm, 50.0)
+    assert not standing.take([], 70.0)
+
+
 def test_a_storm_is_cut_short() -> None:
     standing = Standing()
     standing.take([replace(LINE, of=str(number)) for number in range(10 * MOST)], 0.0)

@@ -94,6 +94,8 @@ def test_in_a_run_that_waits_for_its_slowest_reader_a_little_slower_is_not_slow(
         crew(w0=replace(NORMAL, data_s=0.03, read_s=0.06, step_s=3.0)),
         crew(w0=times(0.0)),
         {w: times(0.001, p) for w, p in crew(w0=times(3.0)).items()},  # of no account in 1.2 s
+        # 0.2 s of 1.2 s, of which it loses 0.1 s.
+        {w: times(0.1, p) for w, p in crew(w0=replace(times(2.1), step_s=1.2)).items()},
     ],
     ids=[
         "nobody",
@@ -107,6 +109,7 @@ def test_in_a_run_that_waits_for_its_slowest_reader_a_little_slower_is_not_slow(
         "not felt",
         "nothing measured",
         "next to nothing",
+        "less than is felt",
     ],
 )
 def test_who_is_not_slow(paces: Mapping[str, Pace]) -> None:

@@ -78,12 +78,24 @@ def test_a_spike_of_losses_hides_none_of_gradient_norms() -> None:
     assert [(f.kind, f.last) for f in told] == [("loss_spike", 9), ("norm_spike", 9)]
 
 
-def test_steps_that_are_not_finite_are_counted_and_left_out_of_the_window() -> None:
+def test_steps_that_are_not_finite_are_counted_and_told_of_once() -> None:
     nan = math.nan
     (finding,) = found(steps_of([2.0] * 9 + [nan, nan, nan, nan] + [2.0]))
     assert (finding.kind, finding.first, finding.last) == ("nonfinite", 9, 11)
     assert found(steps_of([2.0] * 9 + [nan, nan, 2.0, nan])) == []
-    assert [f.kind for f in found(steps_of([nan, *[2.0] * 9, 9.0, 9.0]))] == ["loss_spike"]
+
+
+@pytest.mark.parametrize(
+    ("window", "kinds"),
+    [
+        ([math.inf, 2.0] * 4, ["loss_spike"]),
+        ([math.inf, 2.0, math.inf, 2.0, math.inf, 2.0, math.inf, math.inf], []),
+    ],
+)
+def test_at_least_half_of_the_window_must_be_finite_and_the_rest_is_left_out(
+    window: list[float], kinds: list[str]
+) -> None:
+    assert [f.kind for f in found(steps_of([*window, 9.0, 9.0]))] == kinds
 
 
 def test_a_loss_that_does_not_fall_is_told_of_once_in_so_many_steps() -> None:
@@ -92,6 +104,7 @@ def test_a_loss_that_does_not_fall_is_told_of_once_in_so_many_steps() -> None:
     assert found(steps_of(falling), limits) == []
     level = [*falling[:30], *[falling[29]] * 50]
     told = found(steps_of(level), limits)
+    assert found(steps_of([2.0] * 25, first=35), limits) == [], "the window before is not whole"
     # At step 59 the windows are steps 52 to 59 and 32 to 39: both at the level. At 39 it fell.
     assert [(f.kind, f.last) for f in told] == [("no_progress", 59), ("no_progress", 79)]
 
