@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elastic.membership.conclusion import find_staying
+from elastic.membership.conclusion import decide_step, find_staying
 from elastic.membership.reassembly import find_copy
 from elastic.protocol.messages import Identity, Report
 from elastic.protocol.roster import Replica
@@ -60,3 +60,10 @@ def test_one_whose_replica_broke_holds_nobody_to_what_it_alone_has_seen() -> Non
     repeating = [report(w, 7, in_step=True, generation=2) for w in SECOND.workers]
     staying, holders = find_staying([report("a0", 8), *repeating], [SECOND], since=0, recorded=7)
     assert (staying, names(holders)) == ([SECOND], ["c2", "d3"])
+
+
+@pytest.mark.parametrize(("begun", "outcome"), [(0, "boundary"), (1, "repeat"), (2, "repeat")])
+def test_a_step_is_repeated_where_anybody_has_begun_it(begun: int, outcome: str) -> None:
+    reports = [report(w, 7, in_step=at < begun) for at, w in enumerate(FIRST.workers)]
+    found = decide_step(reports, stored=4, first=False)
+    assert (found.step, found.outcome, found.commit) == (7, outcome, commit(6))

@@ -147,7 +147,7 @@ def test_one_checkpoint_may_fail_and_two_in_a_row_are_told_of_until_one_is_writt
     (alert,) = find_alerts(watched(*story), PULSE, LIMITS, NOW)
     assert alert.kind == "unsaved"
     assert alert.detail.startswith("3 checkpoints in a row were not written")
-    assert "the newest is of 8 steps" in alert.detail and "PutObject: 403. Look" in alert.detail
+    assert "the newest is of 8 steps; of that of 14 steps: PutObject: 403. Look" in alert.detail
     (alert,) = find_alerts(watched(STARTED, *story[2:]), PULSE, LIMITS, NOW)
     assert "and there is none" in alert.detail
     assert kinds(PULSE, *story, replace(saved, step=16)) == []

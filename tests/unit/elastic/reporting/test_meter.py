@@ -130,6 +130,8 @@ def test_steps_give_loss_speed_and_a_speed_that_falls_while_nothing_is_committed
     assert told["elastic_tokens_per_second"] == pytest.approx(500.0)
     assert numbers(meter, now=136.0)["elastic_tokens_per_second"] == pytest.approx(2000 / 24)
     assert (meter.stepped, meter.step_s) == (114.0, 2.0)
+    assert metered(step(0, 110.0)).step_s is None
+    assert metered(step(0, 110.0), step(1, 112.0)).step_s == 2.0
     meter.take_step(step(3, 7_314.0))
     assert meter.step_s == 2.0, "a standstill of two hours is no pace"
 
@@ -230,6 +232,12 @@ def test_a_lost_spare_takes_no_time() -> None:
     told = numbers(metered(step(0, 110.0), lost(111.0, slot=None), step(1, 112.0)))
     assert told["elastic_workers_lost|crash"] == 1
     assert told["elastic_lost_seconds|decide"] == 0
+
+
+def test_steps_that_are_not_applied_and_those_that_are_lost_are_counted() -> None:
+    skipped = events.StepSkipped(time=111.0, step=3, loss=math.nan, grad_norm=1.0)
+    told = numbers(metered(skipped, skipped, replace(roster(112.0), lost_steps=7)))
+    assert (told["elastic_skipped_steps"], told["elastic_lost_steps"]) == (2, 7)
 
 
 def test_a_sign_that_is_gone_is_told_as_0() -> None:
