@@ -338,6 +338,24 @@ def test_a_reader_without_the_mount_costs_no_checkpoint(desk: Desk, tmp_path: Pa
     assert "reads well on the coordinator's machine" in lost[0].detail
 
 
+def test_a_look_at_a_large_one_takes_as_long_as_it_takes(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store answers: a look that was given up would cost a sound checkpoint."""
+    monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.0)
+    (sound, *_) = load_manifest(desk.store, KEYS, 20).segments
+    flipped = CorruptError(sound, "its CRC32 differed twice", 0, (0, 512))
+    asyncio.run(desk.restores.failed(desk.worker("a"), 20, GENERATION, flipped))
+    assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == []
+
+
+def test_one_that_was_lost_before_it_could_tell_changes_nothing(desk: Desk) -> None:
+    error = StoreUnavailableError("the mount", errno.ESTALE, "Stale file handle")
+    asyncio.run(desk.restores.failed("a", 20, GENERATION, error))
+    assert desk.agents.killed == [] and desk.membership.stopped is None
+    assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == []
+
+
 def test_of_two_that_have_opened_two_records_the_one_with_another_is_lost(
     desk: Desk, tmp_path: Path
 ) -> None:

@@ -91,12 +91,12 @@ class Desk(CoordinatorDesk):
         self.records.note(self.done)  # the roster that `CoordinatorDesk` made
         self.take(0, 14)
 
-    def judge(self, *, start_step: int, compares: bool = True) -> Corruption:
+    def judge(self, *, start_step: int, compares: bool = True, repeats: bool = True) -> Corruption:
         """Of a run that began there."""
         return Corruption(
             start_step=start_step,
             compares=compares,
-            repeats=True,
+            repeats=repeats,
             membership=self.membership,
             dispatcher=self.dispatcher,
             workers=self.workers,
@@ -364,6 +364,35 @@ def test_a_step_of_an_earlier_roster_that_comes_late_names_nobody(desk: Desk) ->
 
     asyncio.run(play())
     assert desk.happened(events.WorkerLost) == []
+
+
+@pytest.mark.parametrize(("repeats", "named"), [(True, ["b"]), (False, [])])
+def test_nobody_is_named_where_a_step_may_come_to_other_bits_the_second_time(
+    desk: Desk, repeats: bool, named: list[str]
+) -> None:
+    async def play() -> None:
+        desk.corruption = desk.judge(start_step=0, repeats=repeats)
+        desk.records.note(desk.done)
+        compared(desk, 9)
+        desk.corruption.take([desk.record(10, [usual(10), 1.5, usual(10)])])
+        await desk.corruption.undecided(1, 14, "they differ")
+        desk.regroup(14, generation=1)
+        desk.take(8, 12)
+        await settled(desk)
+
+    asyncio.run(play())
+    assert [lost.worker for lost in desk.happened(events.WorkerLost)] == named
+
+
+def test_checkpoints_after_the_one_that_the_run_goes_on_from_are_not_sound_any_more(
+    desk: Desk,
+) -> None:
+    compared(desk, 13)
+    assert desk.corruption.sound == 12
+    desk.records.note(replace(desk.done, outcome="boundary", step=8, generation=2))
+    assert desk.corruption.sound == 12
+    desk.records.note(replace(desk.done, outcome="restore", step=4, generation=3))
+    assert desk.corruption.sound == 4
 
 
 def test_steps_that_the_lead_has_yet_to_show_are_waited_for(desk: Desk) -> None:

@@ -52,3 +52,5 @@ def test_who_is_gone_is_named_no_more_and_another_agent_by_its_own_port() -> Non
     assert ring.meet("n0001", door(1)) == [door(0)]
     ring.meet("n0002", (door(2)[0], 9))
     assert ring.meet("n0001", door(1)) == [(door(2)[0], 9), door(0)]
+    ring.forget("n0001")
+    assert ring.meet("n0000", door(0)) == [(door(2)[0], 9)], "however often it has told its door"
