@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from elastic.membership.calls import Calls
 from elastic.membership.decisions import Effects, GroupConfig
 from elastic.membership.failure import FIRST_PAUSE_S
 from elastic.membership.machine import Membership
@@ -1288,6 +1289,8 @@ def test_a_machine_whose_state_is_part_of_no_copy_is_not_needed() -> None:
     group.membership.drain("c2")
     group.join("c2", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
     assert group.membership.needs("c2"), "a0 has not said what it holds"
+    group.join("e4")
+    assert not group.membership.needs("e4"), "it holds nothing"
     group.join("a0", step=7, in_step=True, last=commit(6), built=0, rank=0, generation=1)
     assert not group.membership.needs("c2")
 
@@ -1548,6 +1551,7 @@ def test_a_worker_that_is_told_to_end_does_so_once_it_has_no_slot() -> None:
     effects = group.join("a0", step=5, last=commit(4, boundary=True))
     assert layout(effects) == {0: ("a0",)}
     assert effects.answers["b1"] == Stop(error=None)
+    assert group.advance().answers == {}, "it is told once"
     assert group.join("b1").answers == {"b1": Stop(error=None)}, "the first answer was lost"
     assert group.lose("b1").called is None
     group.join("c1")
@@ -1699,6 +1703,17 @@ def test_names_of_slots_and_who_is_awaited() -> None:
     assert group.membership.calls.unfollowed.keys() == {"a0", "d3"}
     assert not group.membership.replica_broken("c2")
     assert group.membership.replica_broken("a0")
+
+
+def test_signals_go_on_after_the_newest_that_a_worker_has_heard() -> None:
+    """Of a coordinator that is lost. It passes by whatever has a lower number."""
+    calls = Calls()
+    calls.heard("a0", 4)
+    assert calls.sign("a0", "fault", broken=False).serial == 5
+    calls.heard("a0", 2)  # told late
+    assert calls.sign("a0", "fault", broken=False).serial == 6
+    calls.heard("a0", 9)
+    assert calls.sign("a0", "fault", broken=False).serial == 10
 
 
 def test_who_followed_a_call_is_no_laggard_of_it_when_called_again() -> None:
@@ -1899,6 +1914,18 @@ def test_no_replica_gets_the_number_of_one_that_stands_and_is_in_no_record() -> 
     assert [replica.formed for replica in group.join("b1").formed] == [6]
 
 
+def test_a_run_of_which_only_the_first_roster_stood_does_not_begin_anew() -> None:
+    """And one that was written off under the coordinator before is no member."""
+    group = Group(replicas=2, start=2)
+    lone = standing("a0", 0, generation=0)
+    group.membership.resume(
+        [lone], generation=1, restored=1, formations=2, recorded=5, began=0, lost={"b1"}
+    )
+    assert group.membership.call is None
+    answer = group.join("b1").answers["b1"]
+    assert isinstance(answer, Stop) and answer.error is not None and "written off" in answer.error
+
+
 # -- an answer that is lost on its way -------------------------------------------------------------
 
 
@@ -1940,6 +1967,19 @@ def test_one_that_never_heard_of_the_last_roster_is_not_taken_for_done() -> None
     assert run_of(effects, "a0").generation == 2
     effects = group.join("a0", step=STEPS, finished=True, generation=1)
     assert signals(effects) == {"b1": "fault"}, "it waits where groups are made"
+
+
+def test_news_of_a_heal_counts_once_and_the_last_of_a_replica_completes_it() -> None:
+    """A worker tells it again where no answer has come."""
+    group = with_a_newcomer()
+    told = [group.membership.caught_up(worker) for worker in ("a0", "e4", "e4", "f5", "f5")]
+    assert told == [None, None, None, group.membership.roster.replicas[1], None]
+
+
+def test_a_heal_that_failed_is_counted_once_in_a_roster() -> None:
+    """All workers of the newcomer lose their source at once."""
+    heals = with_a_newcomer().membership.heals
+    assert [heals.failed(worker) for worker in ("a0", "e4", "e4", "f5")] == [0, 1, 0, 1]
 
 
 # -- every order of events -------------------------------------------------------------------------
