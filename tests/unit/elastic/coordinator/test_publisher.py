@@ -267,6 +267,24 @@ def test_failed_saves_leave_nothing_behind(tmp_path: Path) -> None:
     for step in (2, 8):
         assert verify_checkpoint(store, Keys(), step, threads=1).findings == ()
     assert len(desk.happened(events.CheckpointSkipped)) == 2
+    assert desk.membership.stopped is None, "the last one alone ends a run"
+
+
+def test_a_save_of_steps_that_are_in_no_record_does_not_count(tmp_path: Path) -> None:
+    """Those who did them are lost with what they had to tell, and the others do them again."""
+    desk = CoordinatorDesk(tmp_path)
+    receipts, progress = receipts_of(desk), desk.membership.progress
+    before, take = progress.generation, partial(take_all, receipts)
+    progress.record(5)
+    progress.generation += 1
+
+    async def play() -> None:
+        for step in (7, 6):
+            await take(part(desk.paths, 0, step, before), part(desk.paths, 1, step, before))
+        await aside()
+
+    asyncio.run(play())
+    assert list_steps(open_store(desk.paths.checkpoints), Keys()) == [6]
 
 
 def test_a_failed_save_takes_with_it_what_those_before_have_left(tmp_path: Path) -> None:
