@@ -28,7 +28,7 @@ class Loss:
     time: float
     """When, in Unix seconds."""
     seat: int
-    """Its rank among Ray Train's workers, which its successor takes over; below 0: not known."""
+    """Its rank among Ray Train's workers, which its successor takes over."""
     cause: Cause
     """Why."""
     step: int | None
@@ -183,11 +183,11 @@ def count_incidents(losses: Iterable[Loss]) -> int:
     count, began, seats = 0, float("-inf"), set[int]()
     raised = set[int]()
     for loss in losses:
-        if loss.formation is not None and loss.formation in raised:
+        if loss.formation in raised:
             continue
         if loss.formation is not None:
             raised.add(loss.formation)
-        if loss.time - began > INCIDENT_S or (loss.seat >= 0 and loss.seat in seats):
+        if loss.time - began > INCIDENT_S or loss.seat in seats:
             count, began, seats = count + 1, loss.time, set()
         seats.add(loss.seat)
     return count

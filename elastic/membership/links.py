@@ -169,7 +169,7 @@ def between_two(
     others: dict[str, set[str]] = defaultdict(set)
     for sender, receiver, _ in failed:
         for end, other in ((nodes[sender], nodes[receiver]), (nodes[receiver], nodes[sender])):
-            if end in bad and other not in bad:
+            if other not in bad:
                 others[end].add(other)
     return {worker for worker in culprits if len(others[nodes[worker]]) == 1}
 
