@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from checkpointing import CheckpointConfig
 from elastic.config import HealthConfig, ScalingConfig
 from elastic.driver.arguments import check_arguments, warn_of_no_name
-from elastic.exit_status import tell_useless_retries
+from elastic.exit_status import tell_exit_status
 from elastic.imports import uncollected
 from elastic.protocol.faults import Fault, check_faults
 from elastic.reporting.callback import Callback
@@ -25,7 +25,7 @@ from trainer.progress import tell
 if TYPE_CHECKING:
     from ray.train import Result, RunConfig
 
-tell_useless_retries()
+tell_exit_status()
 
 _reads_only = False
 """Whether this process runs a program only to see the trainers in it."""

@@ -7,6 +7,7 @@ queued again.
 
 from __future__ import annotations
 
+import signal
 import sys
 from types import TracebackType
 
@@ -17,6 +18,8 @@ from trainer.errors import ConfigError
 
 FAILED = 1
 RETRY_IS_USELESS = 93
+INTERRUPTED = 128 + signal.SIGINT
+"""As a shell has it."""
 
 
 def decide_exit_status(error: BaseException) -> int:
@@ -28,6 +31,8 @@ def decide_exit_status(error: BaseException) -> int:
     missing, a budget of losses was spent, or storage failed; and where another process has the run
     for now.
     """
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     if isinstance(error, RunGoesOnError):
         return FAILED
     if isinstance(error, ConfigError | CheckpointConfigError | RunStoppedError):
@@ -43,16 +48,19 @@ def decide_status_of(cause: str | None) -> int:
     return RETRY_IS_USELESS if useless else FAILED
 
 
-def tell_useless_retries() -> None:
-    """From now on this process ends with 93 where an error that nobody catches says so. It is shown
-    as before."""
+def tell_exit_status() -> None:
+    """From now on this process ends with the status of an error that nobody catches, which is shown
+    as before. Ctrl-C too: Python ends with 1 where code that runs after it calls `exec`, as
+    libraries do while the process ends. A shell of Python's own goes on after it."""
     show = sys.excepthook
 
     def end(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         show(kind, error, traceback)
-        if decide_exit_status(error) == RETRY_IS_USELESS:
-            sys.exit(RETRY_IS_USELESS)
+        status = decide_exit_status(error)
+        asks = status == INTERRUPTED and hasattr(sys, "ps1")
+        if status != FAILED and not asks:
+            sys.exit(status)
 
     sys.excepthook = end

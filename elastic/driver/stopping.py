@@ -61,12 +61,17 @@ class Stopping:
         where no signal has come, or where SIGTERM is ignored.
 
         Raises:
-            KeyboardInterrupt: it was Ctrl-C. SIGTERM does what it would have done without us.
+            KeyboardInterrupt: it was Ctrl-C.
+            SystemExit: it was SIGTERM, and Ray had taken it: Ray's own handlers end the process
+                with 15 or 1, as no shell does. Else it does what it would have done without us.
         """
         if self._number == signal.SIGINT:  # also where a shell has had it ignored
             raise KeyboardInterrupt
-        if self._number is not None:
-            signal.raise_signal(self._number)
+        if self._number is None:
+            return
+        if _is_rays(signal.getsignal(self._number)):
+            sys.exit(128 + self._number)
+        signal.raise_signal(self._number)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._number is not None:
@@ -91,3 +96,8 @@ class Stopping:
             self._coordinator.call(CoordinatorApi.wind_down, name)
         except ray.exceptions.RayError as error:
             log.warning("the run was not told to stop: %s", error)
+
+
+def _is_rays(handler: Any) -> bool:
+    """Whether Ray has set it: `ray.init` does, and again where it starts a cluster."""
+    return str(getattr(handler, "__module__", None)).startswith("ray.")

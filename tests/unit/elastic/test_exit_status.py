@@ -41,7 +41,7 @@ def test_a_run_is_not_to_be_started_again_for_what_needs_a_change(cause: str) ->
         (ResourcesError("4 workers", "the cluster has 2 CPU", 60.0, "Add nodes"), 1),
         (ElasticError(), 1),
         (MemoryError(), 1),
-        (KeyboardInterrupt(), 1),
+        (KeyboardInterrupt(), 130),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -66,6 +66,32 @@ def test_a_script_with_a_setting_that_cannot_work_ends_with_93_and_shows_it() ->
 def test_a_script_with_another_error_ends_as_ever() -> None:
     status, shown = ended("from elastic import *\n1 / 0")
     assert status == 1 and "ZeroDivisionError" in shown
+
+
+def test_an_interrupted_script_ends_as_a_shell_has_it_whatever_runs_after() -> None:
+    """Python itself forgets the interrupt where `exec` is called then."""
+    after = "import atexit\natexit.register(lambda: exec('pass'))\n"
+    status, shown = ended(f"from elastic import *\n{after}raise KeyboardInterrupt")
+    assert status == 130
+    assert shown.endswith("\nKeyboardInterrupt\n") and "excepthook" not in shown
+
+
+def test_a_hook_of_the_users_own_decides() -> None:
+    own = "import sys\nsys.excepthook = lambda *_: sys.exit(7)\n"
+    for code in (f"{own}from elastic import *", f"from elastic import *\n{own}"):
+        assert ended(f"{code}\nraise KeyboardInterrupt") == (7, "")
+
+
+def test_ctrl_c_does_not_end_a_shell_of_python() -> None:
+    shell = "import code\nfrom elastic import *\ncode.interact(banner='', exitmsg='')"
+    done = subprocess.run(
+        [sys.executable, "-c", shell],
+        input="raise KeyboardInterrupt\nprint('still', 'here')\n",
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0 and "still here" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("first", ["import ray", "from elastic import *"])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 
 from elastic.driver.stopping import Stopping
 from elastic.protocol.rpc import Remote
@@ -37,6 +38,35 @@ def frozen() -> Iterator[Frozen]:
     coordinator = Frozen()
     yield coordinator
     coordinator.over.set()
+
+
+@pytest.fixture
+def stopping(frozen: Frozen, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopping]:
+    """Not entered yet; a handler of SIGTERM that the test sets is taken away after it."""
+    KeptInMemory(monkeypatch)
+    before = signal.getsignal(signal.SIGTERM)
+    yield Stopping(frozen, "run/1/")
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_ends_as_a_shell_has_it_where_ray_has_taken_it(stopping: Stopping) -> None:
+    with pytest.raises(RuntimeError, match="Unknown keyword"):
+        ray.init("local", no_such_setting=1)  # takes the signal, and starts nothing
+    with stopping:
+        signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        stopping.settle()
+    assert ended.value.code == 143
+
+
+def test_sigterm_is_the_users_where_they_have_taken_it(stopping: Stopping) -> None:
+    taken: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: taken.append(number))
+    with stopping:
+        signal.raise_signal(signal.SIGTERM)
+    assert taken == []
+    stopping.settle()
+    assert taken == [signal.SIGTERM]
 
 
 def test_a_stop_outlives_a_driver_whose_coordinator_does_not_answer(
