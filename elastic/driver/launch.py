@@ -294,6 +294,7 @@ class Launch:
             clear_snapshots(paths)  # not before: a refused start may be of a run that goes on
         surveyor = set_others_aside(paths, origin, identity, model)
         remove_orphans(surveyor, last_generation(origin) + 1)
+        tell(f"what its workers will write: elastic logs {paths.root}")
         tell("starting the run: coordinator, supervisor, workers")
         attempt = secrets.randbits(31)
         prefix = paths.prefix_of(attempt)

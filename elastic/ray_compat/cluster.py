@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import ray
 from ray import _raylet
-from ray._private import services, worker
+from ray._private import ray_logging, services, worker
 from ray._private import utils as ray_utils
 from ray._private.state import available_resources_per_node, state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -30,6 +30,11 @@ _GCS_TIMEOUT_S = 30.0
 
 _ANSWER_S = 2.0
 """For a connection to a cluster's head."""
+
+_PRINTING = "ray_print_logs"
+"""Ray's name of what prints in a driver what other processes write."""
+_WORKERS = "RayTrainWorker"
+"""Ray's name of a run's workers there: that of their class."""
 
 _Args = ParamSpec("_Args")
 _Actor = TypeVar("_Actor")
@@ -49,6 +54,26 @@ def connect() -> None:
         if would_start_one() and "KUBERNETES_SERVICE_HOST" not in os.environ:
             os.environ.setdefault(RAY_MONITOR, "0")
         ray.init()
+        leave_out_workers(ray_logging.global_worker_stdstream_dispatcher)
+
+
+def leave_out_workers(streams: Any) -> None:
+    """Has Ray print here no more of what workers write: hundreds of them say the same, a traceback
+    as often as they raise it, and `elastic logs` shows it with their slots. What the supervisor,
+    the coordinator and the autoscaler say has no other way to who waits here, and stays.
+
+    Args:
+        streams: Ray's dispatcher of what other processes write.
+    """
+    printing = [show for name, show in streams.handlers if name == _PRINTING]
+    streams.remove_handler(_PRINTING)
+    for show in printing:
+        streams.add_handler(_PRINTING, functools.partial(_show_others, show))
+
+
+def _show_others(show: Callable[[dict[str, Any]], None], lines: dict[str, Any]) -> None:
+    if lines.get("actor_name") != _WORKERS:
+        show(lines)
 
 
 def warn_of_silence() -> None:

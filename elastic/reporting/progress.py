@@ -59,6 +59,7 @@ from elastic.protocol.events import (
     WorkerLost,
     WorkerRefused,
 )
+from elastic.reporting.brief import brief
 from elastic.reporting.callback import Callback
 from elastic.reporting.report import (
     Report,
@@ -131,7 +132,8 @@ def format_duration(seconds: float) -> str:
 
 
 def format_event(event: Event, last_commit: float | None = None) -> str | None:
-    """The line for a notable event; None for an event that is not worth one.
+    """The line for a notable event; None for an event that is not worth one. A traceback is the
+    exception alone: the whole is in the error that the run ends with, and in `elastic logs`.
 
     Args:
         event: what happened.
@@ -141,7 +143,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
         case FaultFired():
             return f"fault {event.fault} fired in step {event.step} on {event.worker}"
         case WorkerLost():
-            return f"lost {event.worker} ({event.slot or 'spare'}): {event.cause}, {event.detail}"
+            who = f"{event.worker} ({event.slot or 'spare'})"
+            return f"lost {who}: {event.cause}, {brief(event.detail)}"
         case RegroupDone() if event.outcome != "start":
             return _format_regroup(event, last_commit)
         case ReplicaHealed():
@@ -205,7 +208,7 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
             return f"validation loss {event.val_loss:.4f} after {event.step} steps"
         case RunEnded():
             return f"run {event.outcome} after {event.step} steps" + (
-                f": {event.error}" if event.error else ""
+                f": {brief(event.error)}" if event.error else ""
             )
     return None
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from pathlib import Path
 
 import pytest
 import ray
+from ray._private import ray_logging, worker
+from ray.train.v2._internal.execution.worker_group import RayTrainWorker
 
-from elastic.ray_compat.cluster import connect
+from elastic.ray_compat.cluster import connect, leave_out_workers
 from health.oom_kills import RAY_MONITOR
 
 
@@ -47,3 +50,20 @@ def test_a_cluster_that_starts_here_has_no_memory_monitor(
             monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
         connect()
     assert started == [found]
+
+
+def test_what_workers_write_is_left_out_and_all_else_is_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the parts of Ray that print it."""
+    streams = ray_logging.WorkerStandardStreamDispatcher()
+    show = functools.partial(worker.print_to_stdstream, ignore_prefix=False)
+    streams.add_handler("ray_print_logs", show)
+    leave_out_workers(streams)
+    said = {"ip": "10.0.0.1", "job": "1", "is_err": True, "localhost": "10.0.0.1", "task_name": ""}
+    for name, pid in ((RayTrainWorker.__name__, 3), ("Supervisor", 4), (None, "raylet")):
+        streams.emit({**said, "actor_name": name, "pid": pid, "lines": [f"by {name}"]})
+    told = capsys.readouterr().err
+    assert "by Supervisor" in told and "by None" in told and "by RayTrainWorker" not in told
+    streams.remove_handler("ray_print_logs")
+    assert streams.handlers == [], "as where Ray is left"

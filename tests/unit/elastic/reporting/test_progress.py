@@ -103,6 +103,28 @@ def test_a_regroup_says_how_long_the_survivors_stood_still() -> None:
     )
 
 
+RAISED = "Traceback (most recent call last):\n  File 'mine.py'\nValueError: spoilt\n"
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            replace(LOST, detail=RAISED),
+            "lost w3 (replica 1 shard 0 tensor 0): crash, ValueError: spoilt",
+        ),
+        (
+            replace(ENDED, outcome="failed", error=f"user code raised:\n{RAISED}\n"),
+            "run failed after 4 steps: user code raised: … ValueError: spoilt",
+        ),
+    ],
+    ids=["lost", "failed"],
+)
+def test_a_traceback_is_its_exception(event: Event, line: str) -> None:
+    """The whole comes with the error that the run ends with."""
+    assert format_event(event) == line
+
+
 def test_everyday_events_have_no_line() -> None:
     assert format_event(STARTED) is None
     assert format_event(CHECKPOINT) is None
