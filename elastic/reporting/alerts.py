@@ -10,6 +10,7 @@ from elastic.exit_status import FAILED, decide_status_of
 from elastic.membership.failure import INCIDENT_S
 from elastic.protocol import events
 from elastic.protocol.pulse import Pulse
+from elastic.reporting.brief import brief
 
 Kind = Literal[
     "failed", "dead", "stalled", "restart_storm", "spares_exhausted", "budget_low", "unsaved"
@@ -146,10 +147,10 @@ def unanswered(waited_s: float) -> Alert:
 
 
 def _failed(ended: events.RunEnded) -> Alert:
-    first, *_ = (ended.error or "no error is recorded").splitlines()
+    error = brief(ended.error or "no error is recorded")
     useless = decide_status_of(ended.cause) != FAILED
     what = "a retry is useless" if useless else _AGAIN
-    return Alert(kind="failed", detail=f"it failed after {ended.step} steps: {first} ({what})")
+    return Alert(kind="failed", detail=f"it failed after {ended.step} steps: {error} ({what})")
 
 
 def _dead(silent_s: float) -> Alert:
