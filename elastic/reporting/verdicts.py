@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from elastic.protocol import causes
@@ -17,6 +17,7 @@ from elastic.protocol.events import (
     CrossGroupLost,
     Event,
     ReplicaForming,
+    RunEnded,
     SignsChanged,
     StepRecord,
     StragglersFound,
@@ -29,7 +30,15 @@ from health.ladder import EMPTY, decide_step
 from health.signatures import find_signs
 from health.verdict import Sign, Step, Verdict, sign_from_json
 
-KINDS = CrossGroupLost, ReplicaForming, SignsChanged, StragglersFound, WorkerJoined, WorkerLost
+KINDS = (
+    CrossGroupLost,
+    ReplicaForming,
+    RunEnded,
+    SignsChanged,
+    StragglersFound,
+    WorkerJoined,
+    WorkerLost,
+)
 """Of events, that are looked at here."""
 
 BEFORE_S, AFTER_S = 60.0, 30.0
@@ -91,7 +100,17 @@ def find_verdicts(
         add(one.time, one.step, facts.between(begin - BEFORE_S, end + AFTER_S, one.workers))
     if facts.shown_s is not None:
         add(facts.shown_s, steps[-1].step + 1 if steps else 0, facts.standing(), at_end=True)
-    return found
+    ends = [event for event in events if isinstance(event, RunEnded)]
+    return [_with_end(one, ends) for one in found]
+
+
+def _with_end(one: Advice, ends: Sequence[RunEnded]) -> Advice:
+    """The advice as it was followed: the run stopped where the cause had come back. Of several
+    workers that were lost for it at once none is the one that was too many."""
+    end = next((end for end in ends if end.time >= one.time), None)
+    if end is None or (end.cause, end.step) != (one.verdict.cause, one.step):
+        return one
+    return replace(one, remedy="stop")
 
 
 class EventFacts:

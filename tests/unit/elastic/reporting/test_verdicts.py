@@ -15,6 +15,7 @@ from elastic.protocol.events import (
     RegroupCalled,
     RegroupDone,
     ReplicaForming,
+    RunEnded,
     SignsChanged,
     StepRecord,
     StragglersFound,
@@ -179,6 +180,20 @@ def test_what_an_error_says_does_not_change_what_it_was() -> None:
     text = "ValueError: CUDA error: uncorrectable ECC error encountered"
     (one,) = found(lost("w1", 100.0, USER_ERROR, text))
     assert of(one) == ("user_error", ("w1",), (), "new_process")
+
+
+def test_where_the_run_stopped_for_what_came_back_that_is_what_was_done() -> None:
+    """Two workers in one incident: each is met for the first time."""
+    both = [lost("w1", 100.0, USER_ERROR, "raised"), lost("w2", 100.1, USER_ERROR, "raised")]
+    end = RunEnded(time=101.0, step=0, outcome="failed", error="raised", cause=USER_ERROR)
+    assert {one.remedy for one in found(*both, end)} == {"stop"}
+    for other in (
+        replace(end, cause=None),
+        replace(end, cause=CRASH),
+        replace(end, step=7),
+        replace(end, time=99.0),  # of the start before
+    ):
+        assert {one.remedy for one in found(*both, other)} == {"new_process"}
 
 
 def test_what_a_machine_shows_at_the_end_is_judged_too_unless_all_its_workers_are_gone() -> None:
