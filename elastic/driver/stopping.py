@@ -84,7 +84,11 @@ class Stopping:
 
     def _tell(self) -> None:
         name = signal.Signals(self._number or 0).name
-        log.warning("%s: the run saves and stops after this step; again: it stops at once", name)
+        log.warning(
+            "%s: the run saves and stops after this step, and where none has begun once its "
+            "workers have started; again: it stops at once",
+            name,
+        )
         # First, as it needs no head of Ray. But nobody may take it before `ray job stop` kills this
         # process, and then it is lost: the next coordinator finds what is kept.
         self._coordinator.send(CoordinatorApi.wind_down, name)

@@ -137,7 +137,8 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
 
     Args:
         event: what happened.
-        last_commit: when the last step before it was committed, in seconds since the epoch.
+        last_commit: when the last step before it was committed, in seconds since the epoch; None:
+            this start of the run has done none.
     """
     match event:
         case FaultFired():
@@ -165,6 +166,11 @@ def format_event(event: Event, last_commit: float | None = None) -> str | None:
         case StragglersFound():
             where = f" on node {event.nodes[0]}" if event.nodes else ""
             return f"SLOW: {', '.join(event.workers)}{where}: {event.detail}"
+        case StopRequested() if last_commit is None:
+            return (
+                f"stopping after the first step, or, where none is under way, once the workers "
+                f"have started ({event.reason})"
+            )
         case StopRequested():
             return f"stopping after this step, with a checkpoint ({event.reason})"
         case Draining():

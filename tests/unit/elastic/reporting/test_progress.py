@@ -21,6 +21,7 @@ from elastic.protocol.events import (
     SnapshotSkipped,
     SnapshotTaken,
     StepRecord,
+    StopRequested,
     WorkerJoined,
     WorkerLost,
 )
@@ -123,6 +124,15 @@ RAISED = "Traceback (most recent call last):\n  File 'mine.py'\nValueError: spoi
 def test_a_traceback_is_its_exception(event: Event, line: str) -> None:
     """The whole comes with the error that the run ends with."""
     assert format_event(event) == line
+
+
+def test_a_stop_says_what_it_waits_for() -> None:
+    asked = StopRequested(time=103.0, reason="SIGINT")
+    assert format_event(asked, 102.0) == "stopping after this step, with a checkpoint (SIGINT)"
+    assert format_event(asked) == (
+        "stopping after the first step, or, where none is under way, once the workers have "
+        "started (SIGINT)"
+    )
 
 
 def test_everyday_events_have_no_line() -> None:
