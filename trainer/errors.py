@@ -60,7 +60,8 @@ class ConfigError(TrainerError):
 
     def __str__(self) -> str:
         # A fact may end with another error's words, which are a sentence already.
-        return f"{self.field} = {self.value!r}: {self.fact.removesuffix('.')}. {self.fix}."
+        value = str(self.value) if isinstance(self.value, Path) else self.value
+        return f"{self.field} = {value!r}: {self.fact.removesuffix('.')}. {self.fix}."
 
 
 class RateError(ConfigError):

@@ -74,7 +74,7 @@ def _add_exchange(verbs: Any) -> None:
         "torch.distributed.checkpoint, weights and optimizer, under torchtitan's names.",
     )
     verb.add_argument(
-        "target", type=Path, metavar="DIR", help="a directory that does not exist yet"
+        "target", type=Path, metavar="DIR", help="a directory that is empty or not there yet"
     )
     verb.add_argument("--to", required=True, choices=("hf", "dcp"), help="the form")
     verb.add_argument(

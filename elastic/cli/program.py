@@ -90,7 +90,8 @@ def _import(file: Path) -> ModuleType:
     from elastic.api import FitReached, reading_only
 
     if not file.is_file():
-        raise ConfigError("FILE", str(file), "no such file", "Name a Python file")
+        fact = "a directory" if file.is_dir() else "no such file"
+        raise ConfigError("FILE", str(file), fact, "Name a Python file")
     spec = importlib.util.spec_from_file_location(_MODULE, file)
     if spec is None or spec.loader is None:
         raise ConfigError("FILE", str(file), "not a Python file", "Name a file that ends in .py")

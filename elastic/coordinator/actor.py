@@ -550,8 +550,7 @@ class Coordinator(CoordinatorApi):
     async def record(
         self, steps: list[events.StepRecord], happened: list[events.Event]
     ) -> Recorded:
-        self._take_steps(steps)
-        self._records.take_events(happened)
+        self._take_steps(steps, happened)
         if self._membership.stopped is not None:
             await self._dispatcher.advance()
         return Recorded(
@@ -559,8 +558,12 @@ class Coordinator(CoordinatorApi):
             save_wanted=self._save_wish.wanted(),
         )
 
-    def _take_steps(self, steps: Sequence[events.StepRecord]) -> None:
+    def _take_steps(
+        self, steps: Sequence[events.StepRecord], happened: Sequence[events.Event] = ()
+    ) -> None:
+        """With what a worker tells of the steps, which stands before what is found in them."""
         taken = self._records.take_steps(steps)
+        self._records.take_events(happened)
         self._pulses.take_steps(taken)
         self._corruption.take(taken)
         self._training.take(taken)

@@ -252,6 +252,7 @@ def test_groups_that_no_machine_holds(file: Path, capsys: pytest.CaptureFixture[
     ("where", "why"),
     [
         ("missing.py", "no such file"),
+        ("folder", "folder': a directory. Name a Python file"),
         ("program.py:other", "no ElasticTrainer in .*: it has trainer, again"),
         ("empty.py", "no ElasticTrainer in it: it has none outside functions. Make one there"),
         ("empty.py:trainer", "it has none outside functions. Make one there"),
@@ -260,6 +261,7 @@ def test_groups_that_no_machine_holds(file: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_bad_names(file: Path, where: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "folder").mkdir()
     (file.parent / "empty.py").write_text("")
     (file.parent / "program.txt").write_text("")
     (file.parent / "two.py").write_text(

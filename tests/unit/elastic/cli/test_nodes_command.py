@@ -167,4 +167,4 @@ def test_an_export_of_what_is_no_run_is_one_line_of_error(
 ) -> None:
     assert main(["nodes", "export", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("elastic: ") and "no run's directory" in line
+    assert line.startswith(f"elastic: RUN = {str(tmp_path)!r}: ") and "no run's directory" in line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
+import math
 import os
 import shutil
 import threading
@@ -41,7 +42,7 @@ from elastic.protocol.messages import Build, Identity, Report, Signal, Standing,
 from elastic.protocol.run_identity import RunIdentity, record_identity
 from elastic.protocol.run_paths import RunPaths
 from elastic.ray_compat.kept import keep_stop
-from elastic.reporting.event_log import EventLog, events_to_go_on_from, read_events
+from elastic.reporting.event_log import EventLog, events_to_go_on_from, read_events, read_steps
 from elastic.training_config import Action, TrainingHealthConfig
 from tests.support.coordinator_desk import CoordinatorDesk
 from tests.support.kept_in_memory import KeptInMemory
@@ -438,6 +439,30 @@ def test_what_is_told_again_is_written_down_once(
     asyncio.run(tell(second, third))
     told = [e for e in read_events(config.paths.events) if isinstance(e, events.Evaluated)]
     assert told == [first, second, third]
+
+
+def test_what_is_found_in_steps_is_told_after_what_a_worker_tells_of_them(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run stops for five steps, and then they are skipped."""
+    monkeypatch.setattr(actor, "started_anew", lambda: False)
+    write(config, steps=5, generation=0)
+    spoilt = [
+        replace(step, loss=math.nan, grad_norm=math.nan) for step in read_steps(config.paths.steps)
+    ]
+    skipped = [
+        events.StepSkipped(time=3.0 + one.step, step=one.step, loss=one.loss, grad_norm=math.nan)
+        for one in spoilt
+    ]
+    config.paths.steps.unlink()
+
+    async def tell() -> None:
+        await Coordinator(config).record(spoilt, list(skipped))
+
+    asyncio.run(tell())
+    told = kinds(read_events(config.paths.events))
+    found = told.index("training_trouble")
+    assert told[found - 5 : found] == ["step_skipped"] * 5
 
 
 def test_one_asks_who_calls_it_before_it_has_said_where_it_stands(
