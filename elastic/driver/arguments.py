@@ -45,8 +45,8 @@ _MOST_NAME_BYTES = 200
 
 
 def check_arguments(**arguments: Any) -> None:
-    """Raises ConfigError for an argument of another type, and for a field of `run_config` that is
-    set, but would be ignored."""
+    """Raises ConfigError for an argument of another type, settings without a task, and a field of
+    `run_config` that is set, but would be ignored."""
     from ray.train import RunConfig
 
     kinds = {**_WANTED, "run_config": (RunConfig | None, "ray.train.RunConfig")}
@@ -58,6 +58,10 @@ def check_arguments(**arguments: Any) -> None:
         for element in arguments[name]:
             if not isinstance(element, kind):
                 raise _wrong_argument(name, element, _WANTED[name][1])
+    if arguments["train"].task is None:  # a job's settings have none
+        raise ConfigError(
+            "train.task", None, "there is nothing to learn", "Use CausalLM(...) or CustomTask(...)"
+        )
     if arguments["run_config"] is not None:
         _check_unused(arguments["run_config"])
         _check_name(arguments["run_config"].name)

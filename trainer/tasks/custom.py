@@ -76,6 +76,14 @@ class CustomTask:
             raise ConfigError(
                 "train.task.dataset", "0 samples", "it is empty", "Give at least one sample"
             )
+        held_out = 0 if self.eval_dataset is None else len(self.eval_dataset)
+        if train.eval_every is not None and held_out == 0:
+            raise ConfigError(
+                "train.eval_every",
+                train.eval_every,
+                "train.task.eval_dataset has no samples: nothing can be evaluated",
+                "Give one with samples, or leave eval_every out where no evaluation is wanted",
+            )
         model = self._make(train.seed)
         if train.parallel.tensor > 1:
             raise ConfigError(
@@ -100,6 +108,7 @@ class CustomTask:
                 "it keeps running statistics, which are neither healed nor saved",
                 "Use track_running_stats=False, or a normalisation without statistics",
             )
+        _check_numbers(model)
         _check_json(self.info)
         if not any(param.requires_grad for param in model.parameters()):
             raise ConfigError(
@@ -136,7 +145,15 @@ class CustomTask:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return self.build_model()
+            model: object = self.build_model()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                "train.task.build_model",
+                self.build_model,
+                f"it returns {type_name(model)}, not an nn.Module",
+                "Return the model from it",
+            )
+        return model
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
         """See PreparedTask."""
@@ -168,6 +185,20 @@ def _check_map_style(field: str, dataset: Any) -> None:
             "Give a map-style dataset (torch.utils.data.Dataset, a list), such as what the "
             "DataLoader reads",
         )
+
+
+def _check_numbers(model: nn.Module) -> None:
+    """Raises ConfigError where a parameter holds NaN, which no update changes. An infinity may be
+    meant, as a mask or a gate that is shut."""
+    for name, param in model.named_parameters():
+        if param.isnan().any():
+            raise ConfigError(
+                "train.task.build_model",
+                name,
+                f"{int(param.isnan().sum()):,} of the {param.numel():,} numbers in it are NaN, and "
+                "no update changes that",
+                "Correct what initialises this parameter, or the file that it is loaded from",
+            )
 
 
 def _check_json(info: Mapping[str, Any]) -> None:

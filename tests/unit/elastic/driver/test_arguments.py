@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import ray.train
+import torch
 
 import elastic
-from elastic import ConfigError, ElasticTrainer, TrainConfig
+from elastic import ConfigError, CustomTask, ElasticTrainer, TrainConfig
 from elastic.driver.arguments import warn_of_no_name
 
-TRAIN = TrainConfig(task=None, steps=1, global_batch=1)
+TASK = CustomTask(build_model=torch.nn.Identity, loss_function=max, dataset=[1])
+TRAIN = TrainConfig(task=TASK, steps=1, global_batch=1)
 
 
 class RaysCallback(ray.train.UserCallback):
@@ -48,6 +50,12 @@ def test_an_argument_of_another_type_is_refused(name: str, value: object, fix: s
     error = refusal(**{name: value})
     assert error.field == name
     assert error.fix == f"Use {fix}"
+
+
+def test_settings_without_a_task_are_refused() -> None:
+    """`TrainConfig` takes them: those of a job are sent apart from its task."""
+    error = refusal(train=TrainConfig(task=None, steps=1, global_batch=1))
+    assert (error.field, error.value) == ("train.task", None)
 
 
 @pytest.mark.parametrize(

@@ -609,6 +609,50 @@ def test_a_custom_task_that_cannot_work_is_refused(
     assert refusal(custom(**changes), str(tmp_path), tensor=tensor).field == field
 
 
+def test_a_function_that_returns_no_model_is_told_of() -> None:
+    def forgets() -> Any:
+        nn.Linear(3, 2)
+
+    task = custom(build_model=forgets)
+    for call in (lambda: prepare(task, ""), lambda: task.build(3)):
+        with pytest.raises(ConfigError, match=r"it returns NoneType, not an nn\.Module") as caught:
+            call()
+        assert caught.value.field == BUILD
+
+
+def linear_with(number: float) -> nn.Module:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.bias[1] = number
+    return model
+
+
+def test_a_model_with_nan_in_a_weight_is_refused(tmp_path: Path) -> None:
+    """Frozen or not. An infinity may be meant, as a gate that is shut."""
+    for frozen in (False, True):
+        broken = linear_with(float("nan"))
+        broken.get_parameter("bias").requires_grad_(not frozen)
+        error = refusal(custom(build_model=lambda made=broken: made), str(tmp_path))
+        assert (error.field, error.value) == (BUILD, "bias")
+        assert "1 of the 2 numbers in it are NaN" in error.fact
+    prepare(custom(build_model=lambda: linear_with(-float("inf"))), str(tmp_path))
+
+
+def test_evaluations_without_samples_are_refused(tmp_path: Path) -> None:
+    """A tensor of samples, too: it has no truth value."""
+    for held_out, told in ((None, True), ([], True), (torch.ones(2, 3), False)):
+        task = custom(build_model=lambda: nn.Linear(3, 2), eval_dataset=held_out)
+        train = TrainConfig(task=task, steps=9, global_batch=1)
+        task.prepare(train, str(tmp_path))
+        often = replace(train, eval_every=5)
+        if told:
+            with pytest.raises(ConfigError, match="nothing can be evaluated") as refused:
+                task.prepare(often, str(tmp_path))
+            assert (refused.value.field, refused.value.value) == ("train.eval_every", 5)
+        else:
+            task.prepare(often, str(tmp_path))
+
+
 def test_a_custom_model_is_built_from_the_seed() -> None:
     torch.manual_seed(11)
     plain = dict(Noisy().named_parameters())
