@@ -97,6 +97,7 @@ def run_directory(
     with ExitStack() as held:
         with _must_be_writable(storage):
             paths.root.parent.mkdir(parents=True, exist_ok=True)
+            _check_no_file(paths)
             held.enter_context(hold_run(paths))
             if checkpoint.resume == "never":
                 _check_may_move(paths)
@@ -125,10 +126,18 @@ def _must_be_writable(storage: str) -> Iterator[None]:
         ) from error
 
 
+def _check_no_file(paths: RunPaths) -> None:
+    """Raises ConfigError where a file lies in the place of the run directory."""
+    if paths.root.exists() and not paths.root.is_dir():
+        raise ConfigError(
+            "run_config.name", paths.root.name, f"{paths.root} is a file", "Use another name"
+        )
+
+
 def _check_may_move(paths: RunPaths) -> None:
     """Raises ConfigError where something else than a run would be set aside."""
     root = paths.root
-    if root.exists() and not (_is_empty(root) or (root.is_dir() and _is_run(paths))):
+    if root.exists() and not (_is_empty(root) or _is_run(paths)):
         raise ConfigError(
             "run_config.name",
             root.name,

@@ -61,7 +61,7 @@ def test_a_directory_that_is_no_run_stays(tmp_path: Path, fill: Callable[[Path],
 
 def test_a_file_of_this_name_stays(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("mine")
-    with pytest.raises(ConfigError, match="is no run"):
+    with pytest.raises(ConfigError, match="is a file"):
         begin_anew(tmp_path / "notes")
     assert (tmp_path / "notes").read_text() == "mine"
 
