@@ -455,6 +455,7 @@ class Launch:
                 versions=_versions(),
                 precision=self.train.precision,
                 flops_per_token=ready.flops_per_token,
+                terms="tokens" if "train_tokens" in ready.task.info else "terms",
                 store="" if paths.store is None else str(paths.store),
                 store_settings=paths.store.settings if isinstance(paths.store, S3Config) else {},
             ),

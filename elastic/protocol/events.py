@@ -71,6 +71,9 @@ class RunStarted(Event):
     """Number format of the computation."""
     flops_per_token: dict[str, float] = field(default_factory=dict)
     """Operations of the model for one token, by how they are counted (`trainer.models.flops`)."""
+    terms: str = "tokens"
+    """What the loss counts and records call tokens: "tokens", or "terms" of a task that is not of
+    text. Records of earlier versions lack it."""
     store: str | None = None
     """URL of the store that its checkpoints go to; empty: to the run directory. Records of before
     2026-11-26 do not say: None."""

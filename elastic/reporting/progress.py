@@ -92,6 +92,8 @@ class ProgressState:
     """Training loss of the last step, nats per token."""
     tokens_per_s: float | None = None
     """Tokens a second over the last steps."""
+    terms: str = "tokens"
+    """What those are; see `RunStarted`."""
     replicas: int = 0
     """Replicas alive."""
     max_replicas: int = 0
@@ -116,7 +118,7 @@ def format_progress(state: ProgressState) -> str:
     if state.loss is not None:
         parts.append(f"loss {state.loss:.4f}")
     if state.tokens_per_s is not None:
-        parts.append(f"{_short_number(state.tokens_per_s)} tokens/s")
+        parts.append(f"{_short_number(state.tokens_per_s)} {state.terms}/s")
     parts.append(f"replicas {state.replicas}/{state.max_replicas}")
     parts.append(f"generation {state.generation}")
     if state.seconds_left is not None:
@@ -365,6 +367,7 @@ def _starting(event: RunStarted) -> ProgressState:
     degrees = [n for name, n in event.layout.items() if name not in ("lanes", "spares")]
     return ProgressState(
         steps=event.steps,
+        terms=event.terms,
         max_replicas=event.layout.get("replicas", 0),
         workers=math.prod(degrees) + event.layout.get("spares", 0),
     )

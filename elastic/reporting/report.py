@@ -80,6 +80,8 @@ class Report:
     """The last validation loss, nats per token."""
     tokens: int
     """Tokens of the committed steps."""
+    terms: str
+    """What is called tokens here; see `RunStarted`."""
     wall_s: float
     """From each start of the run to the last sign of it, summed; time between is not counted."""
     tokens_per_s: float | None
@@ -197,6 +199,7 @@ def build_report(events: Sequence[Event], steps: Sequence[StepRecord]) -> Report
         final_loss=steps[-1].loss if steps else None,
         val_loss=evaluated[-1].val_loss if evaluated else None,
         tokens=sum(s.tokens for s in steps),
+        terms=started[-1].terms if started else RunStarted.terms,
         wall_s=sum(map(_wall_s, starts)),
         tokens_per_s=_ratio(sum(g.tokens for g in gaps), _elapsed_s(gaps)),
         tokens_per_s_per_worker=speed.tokens_per_s,
@@ -477,7 +480,8 @@ def _facts(report: Report) -> dict[str, str]:
     return {
         "loss": f"{_number(report.first_loss)} → {_number(report.final_loss)}"
         + ("" if report.val_loss is None else f", validation {_number(report.val_loss)}"),
-        "speed": f"{_whole(report.tokens_per_s)} tokens/s, {report.tokens:,} tokens, "
+        "speed": f"{_whole(report.tokens_per_s)} {report.terms}/s, "
+        f"{report.tokens:,} {report.terms}, "
         f"median step {_seconds(report.median_step_s)}",
         **_compute(report),
         "effective": f"{_percent(report.effective_time)} of the time, "
@@ -507,7 +511,7 @@ def _compute(report: Report) -> dict[str, str]:
     found = ", ".join(f"{flops / 1e12:.4g} ({how})" for how, flops in counted)
     shares = ", ".join(f"{100 * share:.1f} % ({how})" for how, share in report.mfu.items())
     return {
-        "a worker": f"{_whole(report.tokens_per_s_per_worker)} tokens/s, TFLOP/s {found}"
+        "a worker": f"{_whole(report.tokens_per_s_per_worker)} {report.terms}/s, TFLOP/s {found}"
         + (f", MFU {shares}" if shares else "")
     }
 

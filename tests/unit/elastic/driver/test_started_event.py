@@ -17,6 +17,7 @@ from elastic import (
 )
 from elastic.driver.launch import Launch
 from tests.support.run_plan import told_to_the_coordinator
+from tests.support.tiny import tiny_task
 from trainer.progress import listening
 
 TASK = CustomTask(
@@ -50,6 +51,15 @@ def test_the_records_tell_where_checkpoints_go_that_are_not_in_the_run_directory
     assert told(None) == ("", {})
     assert told(url) == (f"{url}/run", {})
     assert told(S3Config(url=url, **settings, part_bytes=8 << 20)) == (f"{url}/run", settings)
+
+
+def test_the_records_tell_whether_tokens_are_counted(text: Path, tmp_path: Path) -> None:
+    of_text = tiny_task(text)
+    train = TrainConfig(task=of_text, steps=1, global_batch=1)
+    prepared = of_text.prepare(train, str(tmp_path / "cache"))
+    for task, terms in ((TASK, "terms"), (prepared, "tokens")):
+        trainer = ElasticTrainer(TrainConfig(task=task, steps=1, global_batch=1))
+        assert told_to_the_coordinator(trainer, tmp_path / terms).started.terms == terms
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,11 @@ STARTED = RunStarted(
 
 def test_a_start_that_an_older_version_wrote_is_read() -> None:
     older = STARTED.to_json()
-    del older["precision"], older["flops_per_token"], older["store"]
+    del older["precision"], older["flops_per_token"], older["store"], older["terms"]
     read = event_from_json(older)
     assert isinstance(read, RunStarted)
     assert (read.precision, read.flops_per_token, read.store) == ("", {}, None)
+    assert read.terms == "tokens"
 
 
 @pytest.mark.parametrize("store", ["", "s3://bucket/runs/run"])

@@ -90,6 +90,18 @@ def test_the_line_shows_what_is_known() -> None:
     assert format_progress(ProgressState(steps=80)) == "step 0/80 | replicas 0/0 | generation 0"
 
 
+def test_what_is_counted_bears_the_name_that_the_run_gives_it() -> None:
+    """In the line and in the report; of a task without text no tokens."""
+    for terms in ("tokens", "terms"):
+        stream, started = io.StringIO(), replace(STARTED, terms=terms)
+        printer, steps = ProgressPrinter(stream, is_tty=False), steps_at(100, 101)
+        tell(printer, steps, [started])
+        assert f"| 6.0k {terms}/s |" in stream.getvalue()
+        text = report_text(build_report([started], steps))
+        assert f"6,000 {terms}/s, 12,000 {terms}, " in text
+        assert ("token" in text) == (terms == "tokens")
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0:00"), (6.6, "0:07"), (754, "12:34"), (3723, "1:02:03")]
 )
