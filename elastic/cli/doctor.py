@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from elastic.cli.show import table
+from elastic.cli.show import table_lines
 from elastic.doctor.finding import EXIT_STATUS, SEVERITIES, Finding, worst_severity
 from elastic.doctor.machine import Machine, machine_with
 from elastic.doctor.run import run_checks, run_full
@@ -99,22 +99,25 @@ def show(findings: Sequence[Finding], *, as_json: bool, explained: Machine | Non
     if as_json:
         print(_in_json(findings, plan))
     else:
-        print(table(_rows(findings)))
+        print("\n".join(_in_words(findings)))
         if explained is not None and plan is not None:
             print("\n".join(_explain(explained, plan)))
     return EXIT_STATUS[worst_severity(one.severity for one in findings)]
 
 
-def _rows(findings: Sequence[Finding]) -> list[tuple[str, ...]]:
-    head = ("check", "severity", "result", "meaning", "fix")
-    cells = [
-        (one.check, one.severity, one.result, one.meaning or "-", one.fix or "-")
-        for one in findings
-    ]
-    if not any(one.node for one in findings):
-        return [head, *cells]
-    nodes = [one.node or "-" for one in findings]
-    return [("node", *head), *((node, *row) for node, row in zip(nodes, cells, strict=True))]
+def _in_words(findings: Sequence[Finding]) -> Iterator[str]:
+    """A row for each, and below it what comes of it and what to do, which are whole sentences."""
+    with_nodes = any(one.node for one in findings)
+    rows = [("node", "check", "severity", "result")]
+    rows += [(one.node or "-", one.check, one.severity, one.result) for one in findings]
+    head, *lines = table_lines(rows if with_nodes else [row[1:] for row in rows])
+    yield head
+    for one, line in zip(findings, lines, strict=True):
+        yield line
+        if one.meaning:
+            yield f"  {one.meaning}"
+        if one.fix:
+            yield f"  fix: {one.fix}"
 
 
 def _explain(machine: Machine, plan: EfaPlan) -> Iterator[str]:

@@ -31,12 +31,17 @@ def human_time(seconds: float | None) -> str:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows in columns, the first row as the head; numbers go to the right."""
+    return "\n".join(table_lines(rows))
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of such a table, one for each row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = zip(row, widths, strict=True)
         lines.append("  ".join(f"{c:>{w}}" if c[:1].isdigit() else f"{c:<{w}}" for c, w in cells))
-    return "\n".join(line.rstrip() for line in lines)
+    return [line.rstrip() for line in lines]
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:

@@ -483,10 +483,14 @@ def test_the_table_and_the_reasons(root: Path, capsys: pytest.CaptureFixture[str
     machine = look_at(root, NCCL_SOCKET_IFNAME="lo")
     assert show(run_checks(machine), as_json=False, explained=machine) == 3
     shown = capsys.readouterr().out
-    head, *rows = shown.splitlines()[: 1 + len(CHECKS)]
-    assert head.split() == ["check", "severity", "result", "meaning", "fix"]
-    (devices,) = [row for row in rows if row.startswith("EFA devices")]
-    assert "RESET" in devices and "Give the container /dev/infiniband" in devices
+    head, *rows = shown.partition("\n\n")[0].splitlines()
+    assert head.split() == ["check", "severity", "result"]
+    (at,) = [at for at, row in enumerate(rows) if row.startswith("EFA devices")]
+    devices, meaning, fix = rows[at : at + 3]
+    assert devices.split()[2] == "RESET" and meaning.startswith("  ")
+    assert fix.startswith("  fix: Give the container /dev/infiniband")
+    assert len([row for row in rows if not row.startswith(" ")]) == len(CHECKS)
+    assert max(map(len, rows)) < 160
     assert "NCCL_SOCKET_IFNAME=^lo,docker,veth,eni,pod-id-link, yours stays: lo" in shown
     assert "harm: NCCL_SOCKET_IFNAME=lo: " in shown
     assert "FI_EFA_FORK_SAFE\n    every plugin since 1.2 sets it" in shown
