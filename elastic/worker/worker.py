@@ -70,7 +70,7 @@ from trainer.backend.link_test import BOUND_S, try_links
 from trainer.backend.near_gpu import stay_near
 from trainer.backend.node_network import NodeNetwork
 from trainer.backend.origin import Origin, origin_of
-from trainer.backend.rendezvous import Rendezvous
+from trainer.backend.rendezvous import Rendezvous, look_up_names
 from trainer.backend.warmth import warm_device
 from trainer.dryrun.machines import COMMUNICATOR_BYTES
 from trainer.engine.engine import Engine
@@ -159,6 +159,7 @@ class Worker:
         self.finished = False
         self.profiler: StepProfiler | None = None
         """Of the generation that it has trained in last."""
+        look_up_names()
         job.task.warm_up()
         warm_up()
         with self.telling():

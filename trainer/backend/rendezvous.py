@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 
+from trainer.backend import aside
 from trainer.backend.aside import make_aside, threads_aside
 from trainer.backend.polling import poll_until
 from trainer.backend.silence import Connections, limit_silence_towards, towards
@@ -35,6 +36,9 @@ CONNECTIONS = 2
 
 _TRY_S = 5.0
 """Bound on one attempt to connect; longer than a name service that answers takes."""
+
+_NAMES_S = 60.0
+"""Bound on what `look_up_names` waits for beside a name server, which has bounds of its own."""
 
 _PAUSE_S = 0.2
 """Between attempts."""
@@ -146,6 +150,7 @@ class _Connections:
             thread.start()
 
     def _make(self) -> None:
+        _look_up_names()
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -176,6 +181,30 @@ class _Connections:
         limit_silence_towards(self._port, self._silent_s)
         store.set_timeout(timedelta(seconds=self._timeout_s))
         return _Made(store, wire)
+
+
+_looking_up = threading.Lock()
+_looked_up = False
+
+
+def look_up_names() -> None:
+    """Begins what the first connection of this process waits for; called when a worker starts.
+
+    c10d asks for the name of each address that it makes a socket for, until it gets no answer: then
+    it has waited for 6 s or longer, which counts as time of the try, and asks no more. A store of
+    this process's own has it ask before any try."""
+    threading.Thread(target=_look_up_names, name=aside.THREAD, daemon=True).start()
+
+
+def _look_up_names() -> None:
+    """Returns when it is done, whoever does it."""
+    global _looked_up
+    with _looking_up:
+        if not _looked_up:
+            with contextlib.suppress(Exception):  # a try will tell
+                bound = timedelta(seconds=_NAMES_S)
+                TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=bound)
+            _looked_up = True
 
 
 _open: dict[tuple[str, int, float, float], _Connections] = {}

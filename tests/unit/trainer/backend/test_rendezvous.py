@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests.support.deaf_proxy import DeafProxy
+from tests.support.hosts import requires_hosts
 from tests.support.sockets import connections_to
 from trainer.backend import rendezvous
 from trainer.backend.aside import threads_aside
@@ -229,3 +233,46 @@ def test_one_that_waits_in_a_connection_does_not_hold_up_the_other() -> None:
         over.set()
         assert str(waits.exception(PATIENCE_S)) == LEFT
     wait_until_made()
+
+
+ALONE = """
+mount --make-rprivate / && mount --bind "$0" /etc/resolv.conf
+ip link set lo up && ip link add here type veth peer name there
+ip addr add 10.77.0.1/24 dev here && ip link set here up && ip link set there up
+exec "$@"
+"""
+"""A command on a machine of its own, whose name server is what `$0` says."""
+
+SERVES = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("10.77.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+MEETS = f"""
+import subprocess, sys
+from trainer.backend import rendezvous
+rendezvous._TRY_S = 0.5
+command = [sys.executable, "-c", {SERVES!r}]
+server = subprocess.Popen(command, stdin=-1, stdout=-1, stderr=subprocess.DEVNULL, text=True)
+meet = rendezvous.Rendezvous(host="10.77.0.1", port=int(server.stdout.readline()), timeout_s=60)
+with meet.connection() as store:
+    store.set("met", "")
+rendezvous.close_connections()
+server.communicate()
+"""
+
+
+@pytest.mark.slow
+@requires_hosts
+def test_a_name_server_that_does_not_answer_costs_no_try(tmp_path: Path) -> None:
+    """c10d looks up a name, once in a process, and longer than a try for a connection may take."""
+    asked = tmp_path / "resolv.conf"
+    asked.write_text("nameserver 10.77.0.2\noptions timeout:1 attempts:1\n")
+    command = ["unshare", "-m", "-n", "bash", "-ec", ALONE, str(asked), sys.executable, "-c", MEETS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "hostname of the client socket cannot be retrieved" in done.stderr
+    assert "timed out" not in done.stderr
