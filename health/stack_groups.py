@@ -19,7 +19,7 @@ DEPTH = 8
 layer of the same model."""
 
 _FRAME = re.compile(r'^  File "(.+)", line \d+ in (.+)$', re.MULTILINE)
-_THREADS = re.compile(r"^(?:Current thread|Thread) 0x", re.MULTILINE)
+_THREADS = re.compile(r"^(?:(?:Current thread|Thread) 0x|Stack \()", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,25 @@
-"""What the threads of a process are doing, asked from outside.
+"""What a process is doing, asked from outside.
 
-The process has Python's faulthandler write its stacks on a signal, into memory that others can open
-under /proc, as with the heartbeat. The handler is C and asks for no lock: it answers while the
-interpreter's lock is held, and in a loop. A process that is stopped, or stuck in the kernel, does
-not answer; of it the kernel says where each thread waits.
+One thread, the one that trains, has Python's faulthandler write its stack on a signal, into memory
+that others can open under /proc, as with the heartbeat. The handler is C and asks for no lock: it
+answers while the interpreter's lock is held, and in a loop. A process that is stopped, or stuck in
+the kernel, does not answer; of it the kernel says where each thread waits.
+
+The signal goes to that thread, which writes its own stack and no other: faulthandler reads those of
+other threads while they run, and crashed in 267 of 702 looks at a process with three threads busy
+in Python; of looks at each thread by itself in none of 5,806.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import os
+import platform
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,22 +39,40 @@ _MOST_KEPT_BYTES = 1 << 20
 """Of earlier answers: they count as the process's own memory."""
 
 
-def offer_stacks() -> int:
-    """Has this process write its stacks on `STACKS_SIGNAL`. Called once, by the main or any other
-    thread. Returns the descriptor that it writes to."""
+_TGKILL = {"x86_64": 234, "aarch64": 131}
+"""The system call's number: glibc has a function since 2.30, Amazon Linux 2 has an older one."""
+
+Offer = tuple[int, int]
+"""The descriptor that stacks are written to, and the thread whose they are (its native id)."""
+
+
+def offer_stacks() -> Offer:
+    """Has the thread that calls it, and any other that gets it, write its stack on `STACKS_SIGNAL`.
+    Called once."""
     fd = os.memfd_create("elastictrainer-stacks")
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # it is cut off by those who read it
-    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True)
-    return fd
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=False)
+    return fd, threading.get_native_id()
+
+
+def signal_thread(pid: int, thread: int, number: int) -> None:
+    """Sends a signal to one thread of a process, by its kernel's number.
+
+    Raises:
+        OSError: it has ended, or may not be signalled.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_TGKILL[platform.machine()], pid, thread, int(number)) != 0:
+        raise OSError(ctypes.get_errno(), f"thread {thread} of process {pid} gets no signal")
 
 
 def read_stacks(pid: int, fd: int, send: Callable[[int], None]) -> str:
-    """The Python stacks of the threads of a process, the latest call first.
+    """The Python stack of a thread, the latest call first.
 
     Args:
         pid: the process, which has called `offer_stacks`.
-        fd: what that returned there.
-        send: sends it a signal.
+        fd: descriptor that that returned there.
+        send: sends the thread a signal.
 
     Returns:
         The text; what went wrong instead, where it does not answer.
@@ -68,8 +93,8 @@ def read_stacks(pid: int, fd: int, send: Callable[[int], None]) -> str:
                 time.sleep(_LOOK_S)
             text = os.pread(memory.fileno(), min(size - begin, _MOST_BYTES), begin).decode()
     except OSError as error:
-        return f"its stacks cannot be read: {error}\n"
-    return text or f"it did not write its stacks within {_ANSWER_S:g} s\n"
+        return f"its stack cannot be read: {error}\n"
+    return text or f"it did not write its stack within {_ANSWER_S:g} s\n"
 
 
 def read_kernel_stacks(pid: int) -> str:

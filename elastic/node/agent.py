@@ -200,7 +200,7 @@ class NodeAgent:
             identity.pid,
             identity.heartbeat_fd,
             identity.born_ticks,
-            identity.stacks_fd,
+            identity.stacks,
             identity.recorder,
             identity.logs,
         )

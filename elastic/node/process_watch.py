@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -34,7 +34,7 @@ from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.pace import Pace
 from health.process import describe_exit, is_ending, read_born_ticks, read_starved_s, read_state
 from health.progress import Place
-from health.stacks import read_kernel_stacks, read_stacks
+from health.stacks import Offer, read_kernel_stacks, read_stacks, signal_thread
 from health.worker_load import WorkerState
 from trainer.loop.phases import PHASES, STEP_PHASES
 
@@ -108,7 +108,7 @@ class _Process:
     heartbeat: HeartbeatReader | None = None
     unheard: bool = False
     """Its heartbeat could not be opened, and that was told."""
-    stacks_fd: int | None = None
+    stacks: Offer | None = None
     recorder: Doors | None = None
     logs: tuple[str, ...] = ()
     history: History | None = None
@@ -213,7 +213,7 @@ class ProcessWatch:
         pid: int,
         heartbeat_fd: int | None,
         born_ticks: int | None = None,
-        stacks_fd: int | None = None,
+        stacks: Offer | None = None,
         recorder: Doors | None = None,
         logs: tuple[str, ...] = (),
     ) -> None:
@@ -226,7 +226,7 @@ class ProcessWatch:
             heartbeat_fd: descriptor of its heartbeat, if it has one.
             born_ticks: when it was started (`health.process`), where that is known: a process of
                 the same id that was not is another one, and this one has ended.
-            stacks_fd: descriptor that it writes its stacks to, if it does (`health.stacks`).
+            stacks: what `health.stacks.offer_stacks` returned there, if it writes its stack.
             recorder: descriptors by which it tells of its collectives (`health.answers`).
             logs: files that its output goes to.
         """
@@ -240,7 +240,7 @@ class ProcessWatch:
                 if watched.heartbeat is None:
                     _open_heartbeat(watched, heartbeat_fd)
                 # Who says less, as a coordinator that was started anew, takes nothing back.
-                watched.stacks_fd = watched.stacks_fd if stacks_fd is None else stacks_fd
+                watched.stacks = stacks or watched.stacks
                 watched.recorder = recorder or watched.recorder
                 watched.logs = logs or watched.logs
 
@@ -306,7 +306,7 @@ class ProcessWatch:
         if not found:
             return None
         _, process = found[0]
-        stacks = _stacks_of(process, lambda number: self.signal(worker, number))
+        stacks = _stacks_of(process)
         recorder, pid = process.recorder, process.pid
         recorded = "" if recorder is None else latest_of(ask_process(pid, recorder))
         return Evidence(stacks=stacks, collectives=recorded)
@@ -399,11 +399,7 @@ class ProcessWatch:
             if verdict is not None:
                 detail = f"process {process.pid} is frozen: {verdict.evidence[0]}{_where(record)}"
                 stopped = state == STOPPED  # it would not answer, and its peers wait
-                stacks = (
-                    read_kernel_stacks(process.pid)
-                    if stopped
-                    else _stacks_of(process, partial(_send, pidfd))
-                )
+                stacks = read_kernel_stacks(process.pid) if stopped else _stacks_of(process)
                 # Not its output: a disk that hangs would keep this thread from killing it.
                 found = Evidence(stacks=stacks)
                 deaths += _kill_and_report(pidfd, process, Cause(verdict.cause), detail, found)
@@ -436,11 +432,12 @@ def _send(pidfd: int, number: int) -> None:
         signal.pidfd_send_signal(pidfd, number)
 
 
-def _stacks_of(process: _Process, send: Callable[[int], None]) -> str:
+def _stacks_of(process: _Process) -> str:
     kernel = read_kernel_stacks(process.pid)
-    if process.stacks_fd is None:
+    if process.stacks is None:
         return kernel
-    return read_stacks(process.pid, process.stacks_fd, send) + kernel
+    fd, thread = process.stacks
+    return read_stacks(process.pid, fd, partial(signal_thread, process.pid, thread)) + kernel
 
 
 def last_words(logs: Sequence[str]) -> str:

@@ -40,8 +40,8 @@ class Identity:
     """Descriptor of its heartbeat in that process (`health.heartbeat`)."""
     device: str = ""
     """Its GPU, as CUDA names it; empty on a CPU."""
-    stacks_fd: int | None = None
-    """Descriptor that it writes its stacks to (`health.stacks`)."""
+    stacks: tuple[int, int] | None = None
+    """Descriptor and thread of `health.stacks.offer_stacks`."""
     recorder: tuple[int, int] | None = None
     """Descriptors by which it tells of its collectives (`health.answers`)."""
     logs: tuple[str, ...] = ()

@@ -134,7 +134,7 @@ class Worker:
             born_ticks=read_born_ticks(os.getpid()),
             heartbeat_fd=heartbeat.fd,
             device=device_name(job.scaling.device),
-            stacks_fd=offer_stacks(),
+            stacks=offer_stacks(),
             recorder=offer_answers(partial(read_flight_recorder, job.scaling.device)),
             logs=output_files(),
             versions=find_versions(job),

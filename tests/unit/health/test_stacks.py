@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from health.stacks import offer_stacks, read_kernel_stacks, read_stacks
+from health.stacks import offer_stacks, read_kernel_stacks, read_stacks, signal_thread
 from tests.support import ROOT
 
 CODE = """
 import sys, threading
 from tests.unit.health.test_stacks import LOOPS, offer_stacks
-print(offer_stacks(), flush=True)
+print(offer_stacks()[0], flush=True)
 LOOPS[sys.argv[1]]()
 """
 
@@ -34,7 +36,23 @@ def is_stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-LOOPS = {loop.__name__: loop for loop in (loops_forever, holds_the_lock, is_stopped)}
+def calls_deep(left: int = 60) -> int:
+    return calls_deep(left - 1) if left else sum(range(50))
+
+
+def has_busy_threads() -> None:
+    def busy() -> None:
+        while True:
+            calls_deep()
+
+    for _ in range(3):
+        threading.Thread(target=busy).start()
+    busy()
+
+
+LOOPS = {
+    loop.__name__: loop for loop in (loops_forever, holds_the_lock, is_stopped, has_busy_threads)
+}
 
 
 @pytest.fixture
@@ -61,6 +79,28 @@ def test_it_answers_from_a_loop_and_with_the_lock_held(
     assert again.count(f"in {doing}") == 1, "the answer to this question alone"
 
 
+@pytest.mark.parametrize("process", ["has_busy_threads"], indirect=True)
+def test_a_look_harms_no_process_whose_threads_are_busy(
+    process: tuple[subprocess.Popen[str], int],
+) -> None:
+    """A worker that is asked may only be slow. It was ended by every third look."""
+    started, fd = process
+    for _ in range(30):
+        text = read_stacks(
+            started.pid, fd, functools.partial(signal_thread, started.pid, started.pid)
+        )
+        assert started.poll() is None
+        assert text.count("most recent call first") == 1
+
+
+def test_a_thread_that_is_asked_answers_for_itself() -> None:
+    fd, thread = offer_stacks()
+    text = read_stacks(os.getpid(), fd, functools.partial(signal_thread, os.getpid(), thread))
+    assert "test_a_thread_that_is_asked" in text
+    with pytest.raises(ProcessLookupError):
+        signal_thread(os.getpid(), 1 << 22, signal.SIGTERM)
+
+
 @pytest.mark.parametrize("process", ["is_stopped"], indirect=True)
 def test_of_one_that_is_stopped_the_kernel_tells(
     process: tuple[subprocess.Popen[str], int],
@@ -79,7 +119,7 @@ def test_of_one_that_is_gone_nothing() -> None:
 
 
 def test_the_handler_is_there_for_the_next_question_too() -> None:
-    fd = offer_stacks()
+    fd, _ = offer_stacks()
     for _ in range(2):
         text = read_stacks(os.getpid(), fd, lambda number: os.kill(os.getpid(), number))
         assert "test_the_handler_is_there" in text
@@ -87,7 +127,7 @@ def test_the_handler_is_there_for_the_next_question_too() -> None:
 
 def test_answers_are_not_kept_for_ever() -> None:
     """A worker that is asked each minute for a month would run out of memory."""
-    fd = offer_stacks()
+    fd, _ = offer_stacks()
     os.write(fd, b"an answer of before\n" * 100_000)
     for _ in range(2):
         text = read_stacks(os.getpid(), fd, lambda number: os.kill(os.getpid(), number))

@@ -48,7 +48,7 @@ ASKED_OF_A_DISK_THAT_HANGS = """
 import time
 from elastic.node import process_watch
 process_watch.read_stacks = lambda *_: "its stacks"
-agent._processes.watch("w0", worker.pid, NO_BEATS, stacks_fd=0, logs=(sys.argv[2],))
+agent._processes.watch("w0", worker.pid, NO_BEATS, stacks=(0, worker.pid), logs=(sys.argv[2],))
 for _ in range(2):
     began_s = time.monotonic()
     found = agent.evidence(["w0"])["w0"]
@@ -79,7 +79,7 @@ def read_stacks(*_):
     answers.wait()
     return "its stacks"
 process_watch.read_stacks = read_stacks
-agent._processes.watch("w0", worker.pid, NO_BEATS, stacks_fd=0, logs=(sys.argv[2],))
+agent._processes.watch("w0", worker.pid, NO_BEATS, stacks=(0, worker.pid), logs=(sys.argv[2],))
 found = {}
 asking = threading.Thread(target=lambda: found.update(agent.evidence(["w0"])))
 asking.start()
@@ -177,7 +177,8 @@ def log_in(folder: Path) -> Path:
 
 
 def told_by(program: str, log: Path) -> list[str]:
-    """What an agent says whose own output lies beside `log`, as Ray has it."""
+    """What an agent says whose own output lies beside `log`, as Ray has it; without what its other
+    thread says at any time."""
     command = [sys.executable, "-c", AGENT + WORKER + program, "1", str(log)]
     with log.with_name("worker-c-d-2.err").open("w") as errors:
         done = subprocess.run(
@@ -189,4 +190,4 @@ def told_by(program: str, log: Path) -> list[str]:
             check=True,
             text=True,
         )
-    return done.stdout.splitlines()
+    return [line for line in done.stdout.splitlines() if line != "asked"]

@@ -299,7 +299,7 @@ def test_several_workers_are_asked_at_once_what_they_do_and_hold_up_nothing_else
     monkeypatch.setattr(process_watch, "read_stacks", read)
     started = [start("") for _ in workers]
     for worker, (process, fd) in zip(workers, started, strict=True):
-        watch.watch(worker, process.pid, fd, stacks_fd=fd)
+        watch.watch(worker, process.pid, fd, stacks=(fd, process.pid))
     with ThreadPoolExecutor(len(workers)) as pool:
         found = list(pool.map(watch.evidence, workers))
     assert all(one and one.stacks.startswith(f"of {started[0][0].pid}\n") for one in found)
