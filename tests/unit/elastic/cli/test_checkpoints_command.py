@@ -91,6 +91,7 @@ def interrupted(*asked):
     return read(*asked)
 
 Reader.read = interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 sys.exit(main(["checkpoints", "export", run, "newest", target, "--to", "dcp"]))
 """
 
