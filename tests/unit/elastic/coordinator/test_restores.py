@@ -242,10 +242,12 @@ def test_a_store_that_is_away_for_all_is_tried_again_for_some_time(
     assert list_steps(desk.store, KEYS) == [10, 20] and desk.failed() == [20]
 
 
+@pytest.mark.parametrize("after_a_loss", [True, False])
 def test_a_store_that_comes_back_is_read_again_at_once(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, after_a_loss: bool
 ) -> None:
-    """And where it is away once more, after steps were done, it has its time again."""
+    """And where it is away once more, after steps were done, it has its time again: also where the
+    run has gone back without the loss of a worker."""
     answers = iter([True, False, True, False])
     monkeypatch.setattr("elastic.coordinator.restores._LOOK_S", 0.0)
 
@@ -260,9 +262,12 @@ def test_a_store_that_comes_back_is_read_again_at_once(
     async def play() -> None:
         for _ in range(2):
             await desk.restores.failed("a", 20, progress.generation, AWAY)
+            assert desk.membership.stopped is None
             progress.begin(20, back=True)
             progress.record(20)
             monkeypatch.setattr("elastic.coordinator.restores._PATIENCE_S", 0.0)
+            if not after_a_loss:
+                progress.interrupted(20)
             progress.begin(20, back=True)
 
     asyncio.run(asyncio.wait_for(play(), 30))
@@ -463,34 +468,6 @@ def test_the_last_one_stays_unless_there_is_a_snapshot(
         asyncio.run(desk.restores.failed("a", step, GENERATION, desk.damage(step)))
     assert desk.membership.progress.restore_step == 0
     assert list_steps(desk.store, KEYS) == left
-
-
-def test_a_second_outage_has_its_own_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the run has gone back without the loss of a worker."""
-    answers = iter([True, False, True, False])
-    monkeypatch.setattr("elastic.coordinator.restores._LOOK_S", 0.0)
-
-    def look(*_: Any) -> Any:
-        if next(answers):
-            raise AWAY
-        return load_manifest(desk.store, KEYS, 20)
-
-    monkeypatch.setattr("elastic.coordinator.restores.look_again", look)
-    progress = desk.membership.progress
-
-    async def play() -> None:
-        await desk.restores.failed("a", 20, progress.generation, AWAY)
-        assert desk.membership.stopped is None
-        progress.interrupted(20)
-        progress.begin(20, back=True)
-        progress.record(20)  # it is back
-        desk.restores._away_since_s -= 86400  # a day later
-        progress.interrupted(20)  # a run that goes back: no worker was lost
-        progress.begin(20, back=True)
-        await desk.restores.failed("a", 20, progress.generation, AWAY)
-
-    asyncio.run(asyncio.wait_for(play(), 30))
-    assert desk.membership.stopped is None
 
 
 def test_losses_do_not_renew_the_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
