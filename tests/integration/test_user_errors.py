@@ -75,6 +75,7 @@ def test_a_bug_in_user_code_ends_the_run_with_the_users_traceback(
     assert "failing_loss" in str(caught.value)
     assert caught.value.cause == "user_error"
     assert main(["watch", str(tmp_path / "run")]) == RETRY_IS_USELESS
+    assert "RuntimeError: gloo: sample 5" in capsys.readouterr().out
     assert "user code raised, 2 times at step" in str(caught.value)
     lost = [e for e in read_events(tmp_path / "run" / "events.jsonl") if isinstance(e, WorkerLost)]
     assert {event.cause for event in lost} == {"user_error"}
