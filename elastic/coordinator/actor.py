@@ -561,15 +561,17 @@ class Coordinator(CoordinatorApi):
     def _take_steps(
         self, steps: Sequence[events.StepRecord], happened: Sequence[events.Event] = ()
     ) -> None:
-        """With what a worker tells of the steps, which stands before what is found in them."""
+        """With what a worker tells of the steps. Who came to other gradients than before is seen
+        first, as a comparison confirms what was done again; what is found of the training stands
+        after what is told of it."""
         taken = self._records.take_steps(steps)
-        self._records.take_events(happened)
         self._pulses.take_steps(taken)
         self._corruption.take(taken)
-        self._training.take(taken)
         if self._standstill is not None and taken:
             self._standstill.committed(taken)
         self._injections.hit_spares()
+        self._records.take_events(happened)
+        self._training.take(taken)
 
     @_when_known
     async def claim_fault(self, index: int, slot: int, step: int, worker: str) -> bool:

@@ -31,9 +31,10 @@ from checkpointing import (
     open_store,
     write_shared,
 )
-from elastic.coordinator import actor, run_log
+from elastic.coordinator import actor, corruption, run_log
 from elastic.coordinator.actor import Coordinator
 from elastic.coordinator.config import CoordinatorConfig
+from elastic.coordinator.corruption import Done
 from elastic.coordinator.retreat import Retreat
 from elastic.protocol import events
 from elastic.protocol.causes import HANG, USER_ERROR
@@ -463,6 +464,34 @@ def test_what_is_found_in_steps_is_told_after_what_a_worker_tells_of_them(
     told = kinds(read_events(config.paths.events))
     found = told.index("training_trouble")
     assert told[found - 5 : found] == ["step_skipped"] * 5
+
+
+def test_who_came_to_other_gradients_is_seen_before_a_comparison_confirms_the_steps(
+    config: CoordinatorConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both may come in one call: who was wrong would be forgotten, and stay."""
+    monkeypatch.setattr(actor, "started_anew", lambda: False)
+    write(config, steps=5, generation=0)
+    again = read_steps(config.paths.steps)
+    config.paths.steps.unlink()
+    compared = events.ReplicasCompared(time=9.0, step=5, equal=True)
+    first, seen = Done(gradients=b"others than again", workers={}), list[Done]()
+
+    def decide(one: Done, _: Done) -> tuple[str, ...]:
+        seen.append(one)
+        return ()
+
+    monkeypatch.setattr(corruption, "decide_culprits", decide)
+
+    async def tell() -> None:
+        coordinator = Coordinator(config)
+        watch = coordinator._corruption
+        watch._remembers, watch._disputed, watch._first = True, 5, {2: first}
+        await coordinator.record(again, [compared])
+        assert watch._disputed is None, "the comparison has confirmed what was done again"
+
+    asyncio.run(tell())
+    assert seen == [first]
 
 
 def test_one_asks_who_calls_it_before_it_has_said_where_it_stands(
