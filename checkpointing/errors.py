@@ -22,17 +22,12 @@ from __future__ import annotations
 
 import errno as numbers
 
-_AWAY = frozenset(
+AWAY = frozenset(
     {
         *(numbers.ESTALE, numbers.ENOTCONN, numbers.ETIMEDOUT, numbers.EREMOTEIO),
         *(numbers.EHOSTDOWN, numbers.EHOSTUNREACH, numbers.ENETDOWN, numbers.ENETUNREACH),
-        *(
-            numbers.ESHUTDOWN,
-            numbers.ENETRESET,
-            numbers.ECONNREFUSED,
-            numbers.ECONNRESET,
-            numbers.ECONNABORTED,
-        ),
+        *(numbers.ECONNREFUSED, numbers.ECONNRESET, numbers.ECONNABORTED, numbers.ENETRESET),
+        numbers.ESHUTDOWN,
     }
 )
 """What a file system says while its server is away. ENOTCONN: a FUSE mount's process has ended;
@@ -91,7 +86,7 @@ class StoreUnavailableError(StoreError):
     def __init__(self, where: str, errno: int | None, fact: str, *, may_pass: bool = False) -> None:
         super().__init__(where, fact)
         self.args = (where, errno, fact)
-        self.errno, self.may_pass = errno, may_pass or errno in _AWAY
+        self.errno, self.may_pass = errno, may_pass or errno in AWAY
 
     def __reduce__(self) -> tuple[object, ...]:
         """With what is no argument by place."""

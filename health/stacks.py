@@ -21,7 +21,6 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from health.process import parse_state
@@ -66,23 +65,23 @@ def signal_thread(pid: int, thread: int, number: int) -> None:
         raise OSError(ctypes.get_errno(), f"thread {thread} of process {pid} gets no signal")
 
 
-def read_stacks(pid: int, fd: int, send: Callable[[int], None]) -> str:
+def read_stacks(pid: int, offer: Offer) -> str:
     """The Python stack of a thread, the latest call first.
 
     Args:
         pid: the process, which has called `offer_stacks`.
-        fd: descriptor that that returned there.
-        send: sends the thread a signal.
+        offer: what that returned there.
 
     Returns:
         The text; what went wrong instead, where it does not answer.
     """
+    fd, thread = offer
     try:
         with open(f"/proc/{pid}/fd/{fd}", "r+b", buffering=0) as memory:
             if os.fstat(memory.fileno()).st_size > _MOST_KEPT_BYTES:
                 os.ftruncate(memory.fileno(), 0)
             begin = size = os.fstat(memory.fileno()).st_size
-            send(STACKS_SIGNAL)
+            signal_thread(pid, thread, STACKS_SIGNAL)
             asked_s = grew_s = time.monotonic()
             while (now_s := time.monotonic()) - asked_s < _ANSWER_S:
                 grown = os.fstat(memory.fileno()).st_size

@@ -727,7 +727,7 @@ class Coordinator(CoordinatorApi):
     async def silent(self, workers: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
         if not self._dispatcher.ready.is_set():
             return None
-        there = {(one.node, one.pid) for one in self._workers.started.values()}
+        there = self._workers.processes
         return [one for one in workers if one not in there]
 
     @_when_known

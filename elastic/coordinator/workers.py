@@ -91,6 +91,11 @@ class Workers:
         watching = self._agents.watch(identity)
         self._watches[identity.worker] = asyncio.get_running_loop().create_task(watching)
 
+    @property
+    def processes(self) -> set[tuple[str, int]]:
+        """Node and process of each worker that has started and was not lost."""
+        return {(one.node, one.pid) for one in self.started.values()}
+
     def is_watched(self, worker: str) -> bool:
         """Whether the agent of its node beats: it tells of its end, and ends it where it is
         frozen."""
@@ -320,7 +325,7 @@ class Workers:
         in so long. They have no name of their own, no place, and no part in the budgets: whether
         anything starts at all is for the controller to see. Who has said hello meanwhile is lost as
         others are; twice does no harm."""
-        started = {(one.node, one.pid) for one in self.started.values()}
+        started = self.processes
         for node, pid in processes:
             worker = f"silent-{node[:6]}-{pid}"
             if (node, pid) in started or worker in self._membership.lost:
@@ -342,7 +347,7 @@ class Workers:
     async def lose_unwatched(self, ended: Collection[tuple[str, int]]) -> None:
         """Writes off those of the workers that have `ended`, each by node and process, whose nodes
         have no agent that would know."""
-        there = {(one.node, one.pid) for one in self.started.values()}
+        there = self.processes
         self._ended = (self._ended & there) | (there & set(ended))
         lost = {
             worker: identity.pid

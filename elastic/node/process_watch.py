@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from typing import Literal
 
@@ -34,7 +33,7 @@ from health.heartbeat import NO_STEP, HeartbeatReader, Record
 from health.pace import Pace
 from health.process import describe_exit, is_ending, read_born_ticks, read_starved_s, read_state
 from health.progress import Place
-from health.stacks import Offer, read_kernel_stacks, read_stacks, signal_thread
+from health.stacks import Offer, read_kernel_stacks, read_stacks
 from health.worker_load import WorkerState
 from trainer.loop.phases import PHASES, STEP_PHASES
 
@@ -436,8 +435,7 @@ def _stacks_of(process: _Process) -> str:
     kernel = read_kernel_stacks(process.pid)
     if process.stacks is None:
         return kernel
-    fd, thread = process.stacks
-    return read_stacks(process.pid, fd, partial(signal_thread, process.pid, thread)) + kernel
+    return read_stacks(process.pid, process.stacks) + kernel
 
 
 def last_words(logs: Sequence[str]) -> str:

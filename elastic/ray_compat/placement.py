@@ -234,9 +234,9 @@ def plan_placement(wanted: Wanted, groups: Sequence[GroupView], most_pending: in
         most_pending: groups that may wait for machines at once.
     """
     there = [group for group in groups if not _is_hopeless(group)]
-    apart = _count_seats(wanted, there).apart
-    kept = _without_useless(wanted, there)
-    have, names = _count_seats(wanted, kept), {group.name for group in kept}
+    before = _count_seats(wanted, there)
+    kept, have = _without_useless(wanted, there, before)
+    names = {group.name for group in kept}
     return PlacementPlan(
         give_up=tuple(group.name for group in groups if group.name not in names),
         ask=plan_group_sizes(
@@ -244,9 +244,9 @@ def plan_placement(wanted: Wanted, groups: Sequence[GroupView], most_pending: in
             have.slots,
             most_pending - sum(group.state != "placed" for group in kept),
             others=have.others,
-            piece=wanted.together if apart else wanted.workers_per_replica,
+            piece=wanted.together if before.apart else wanted.workers_per_replica,
         ),
-        on_one_node=apart,
+        on_one_node=before.apart,
         fill=tuple(
             (group.name, bundle)
             for group in kept
@@ -317,9 +317,12 @@ def _count_seats(wanted: Wanted, groups: Iterable[GroupView]) -> _Seats:
     return _Seats(slots=slots, pieces=pieces, others=there - slots, apart=apart, torn=torn)
 
 
-def _without_useless(wanted: Wanted, groups: Sequence[GroupView]) -> list[GroupView]:
-    """The groups without those in which nobody is, and of which no replica could be made."""
-    kept, have = list(groups), _count_seats(wanted, groups)
+def _without_useless(
+    wanted: Wanted, groups: list[GroupView], have: _Seats
+) -> tuple[list[GroupView], _Seats]:
+    """The groups without those in which nobody is, and of which no replica could be made; and what
+    seats are left of those that the groups `have`."""
+    kept = groups
     for group in sorted(groups, key=lambda each: -each.size) if have.apart else ():
         empty = group.state == "placed" and not group.living | group.starting
         if have.apart and empty and not have.torn.isdisjoint(group.nodes.values()):
@@ -327,7 +330,7 @@ def _without_useless(wanted: Wanted, groups: Sequence[GroupView]) -> list[GroupV
             left = _count_seats(wanted, others)
             if (left.slots, left.pieces) == (have.slots, have.pieces):
                 kept, have = others, left
-    return kept
+    return kept, have
 
 
 def _is_hopeless(group: GroupView) -> bool:

@@ -265,7 +265,7 @@ class ElasticWorkerGroup(WorkerGroup):
             if seat[0] not in self._groups:  # given up meanwhile, and the worker with it
                 continue
             if isinstance(outcome, Exception):
-                log.warning("%s; its seat is tried again. %s", outcome, outcome.__cause__ or "")
+                log.warning("a seat is tried again: %s. %s", outcome, outcome.__cause__ or "")
                 failures.append(outcome)
                 self._pauses.ended(seat, time.monotonic(), there_s=None)
             else:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from checkpointing.errors import AWAY
 from checkpointing.stores.s3.pace import plan_pause
 from trainer.errors import DataStorageError
 
@@ -23,14 +24,9 @@ FALTERS_S = 60.0
 regroup waits up to `regroup_timeout_s`, as for any slow read. Raising at the call would lose each
 worker that waits, and perhaps all copies of the state."""
 
-_PASSING = frozenset(
-    {
-        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENOTCONN, errno.EAGAIN, errno.EBUSY),
-        *(errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET),
-    }
-)
-"""What a file system says while its server is away. ENOTCONN: a FUSE mount's process has ended.
-EBUSY: s3fs has it for S3's SlowDown."""
+_PASSING = AWAY | {errno.EIO, errno.EAGAIN, errno.EBUSY}
+"""EIO: a soft NFS mount says it, too; of a checkpoint it is damage. EBUSY: s3fs has it for S3's
+SlowDown."""
 
 _JITTER = random.Random()
 """Not the generator of all: a dataset may have seeded it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -73,9 +72,9 @@ def test_it_answers_from_a_loop_and_with_the_lock_held(
 ) -> None:
     started, fd = process
     doing = request.node.callspec.params["process"]
-    while f"in {doing}" not in (text := read_stacks(started.pid, fd, started.send_signal)):
+    while f"in {doing}" not in (text := read_stacks(started.pid, (fd, started.pid))):
         assert started.poll() is None, text
-    again = read_stacks(started.pid, fd, started.send_signal)
+    again = read_stacks(started.pid, (fd, started.pid))
     assert again.count(f"in {doing}") == 1, "the answer to this question alone"
 
 
@@ -86,16 +85,13 @@ def test_a_look_harms_no_process_whose_threads_are_busy(
     """A worker that is asked may only be slow. It was ended by every third look."""
     started, fd = process
     for _ in range(30):
-        text = read_stacks(
-            started.pid, fd, functools.partial(signal_thread, started.pid, started.pid)
-        )
+        text = read_stacks(started.pid, (fd, started.pid))
         assert started.poll() is None
         assert text.count("most recent call first") == 1
 
 
 def test_a_thread_that_is_asked_answers_for_itself() -> None:
-    fd, thread = offer_stacks()
-    text = read_stacks(os.getpid(), fd, functools.partial(signal_thread, os.getpid(), thread))
+    text = read_stacks(os.getpid(), offer_stacks())
     assert "test_a_thread_that_is_asked" in text
     with pytest.raises(ProcessLookupError):
         signal_thread(os.getpid(), 1 << 22, signal.SIGTERM)
@@ -108,28 +104,28 @@ def test_of_one_that_is_stopped_the_kernel_tells(
     started, fd = process
     while ": T " not in (kernel := read_kernel_stacks(started.pid)):
         assert started.poll() is None, kernel
-    assert "did not write" in read_stacks(started.pid, fd, started.send_signal)
+    assert "did not write" in read_stacks(started.pid, (fd, started.pid))
 
 
 def test_of_one_that_is_gone_nothing() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    assert "cannot be read" in read_stacks(gone.pid, 3, gone.send_signal)
+    assert "cannot be read" in read_stacks(gone.pid, (3, gone.pid))
     assert read_kernel_stacks(gone.pid) == "Threads, by the kernel:\n"
 
 
 def test_the_handler_is_there_for_the_next_question_too() -> None:
-    fd, _ = offer_stacks()
+    offer = offer_stacks()
     for _ in range(2):
-        text = read_stacks(os.getpid(), fd, lambda number: os.kill(os.getpid(), number))
+        text = read_stacks(os.getpid(), offer)
         assert "test_the_handler_is_there" in text
 
 
 def test_answers_are_not_kept_for_ever() -> None:
     """A worker that is asked each minute for a month would run out of memory."""
-    fd, _ = offer_stacks()
+    fd, _ = offer = offer_stacks()
     os.write(fd, b"an answer of before\n" * 100_000)
     for _ in range(2):
-        text = read_stacks(os.getpid(), fd, lambda number: os.kill(os.getpid(), number))
+        text = read_stacks(os.getpid(), offer)
         assert "test_answers_are_not_kept" in text and "of before" not in text
     assert os.fstat(fd).st_size < 2 * 200_000

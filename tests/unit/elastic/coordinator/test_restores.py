@@ -274,16 +274,21 @@ def test_a_store_that_comes_back_is_read_again_at_once(
     assert desk.membership.stopped is None and desk.failed() == []
 
 
-def test_a_store_that_is_away_ends_the_run_before_the_network_is_blamed(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`decide_in_vain` would, with the next regroup."""
-    monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.0)
+def take_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator does not reach the store either, and looks once for each roster."""
 
     def look(*_: Any) -> None:
         raise AWAY
 
+    monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.0)
     monkeypatch.setattr("elastic.coordinator.restores.look_again", look)
+
+
+def test_a_store_that_is_away_ends_the_run_before_the_network_is_blamed(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`decide_in_vain` would, with the next regroup."""
+    take_away(monkeypatch)
     progress = desk.membership.progress
 
     async def play() -> None:
@@ -471,13 +476,7 @@ def test_the_last_one_stays_unless_there_is_a_snapshot(
 
 
 def test_losses_do_not_renew_the_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic.coordinator.restores._LOOK_S", 0.0)
-    monkeypatch.setattr("elastic.coordinator.restores._ANSWER_S", 0.0)
-
-    def look(*_: Any) -> Any:
-        raise AWAY
-
-    monkeypatch.setattr("elastic.coordinator.restores.look_again", look)
+    take_away(monkeypatch)
     progress = desk.membership.progress
 
     async def play() -> None:

@@ -23,6 +23,7 @@ from elastic.protocol.causes import CRASH, HANG, NODE
 from elastic.protocol.messages import Death
 from health.process import read_born_ticks, read_state
 from health.progress import Place
+from health.stacks import Offer
 from tests.support import ROOT
 from tests.support.rays_output import writes_beside
 from tests.support.watching import wait_until
@@ -299,7 +300,7 @@ def test_several_workers_are_asked_at_once_what_they_do_and_hold_up_nothing_else
     watch, workers = ProcessWatch(FREEZE_TIMEOUT_S), ("w1", "w2", "w3")
     together = threading.Barrier(len(workers))
 
-    def read(pid: int, fd: int, send: Callable[[int], None]) -> str:
+    def read(pid: int, offer: Offer) -> str:
         together.wait(DEADLINE_S)
         return f"of {watch.pid_of('w1')}\n"
 
